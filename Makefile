@@ -1,0 +1,46 @@
+# The one door to everything: `make` lists the commands. Progress goes to stderr, results to stdout.
+#   PYTHON=         the Python (3.11 or newer) that the environments are made from; default python3
+#   ORBITKV_CACHE=  where the engine's environment is kept; default ~/.cache/orbitkv
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help setup engine lint generate test bench demo clean
+
+PYTHON ?= python3
+export PYTHON
+python := .venv/bin/python
+
+help: ## list the commands
+	@echo "OrbitKV: make COMMAND"
+	@sed -nE 's/^([a-z]+):.*## (.*)/\1 \2/p' Makefile | while read -r name does; do printf '  %-9s %s\n' "$$name" "$$does"; done
+
+setup: ## make .venv: OrbitKV and the tools that check it
+	@tools/dev_env.sh
+
+engine: setup ## make the environment of the real vLLM (CPU): minutes, 6 GB, outside the tree, once
+	@$(python) -m tools.engine_env
+
+lint: setup ## style, types, and that generated pages are up to date
+	@$(python) -m ruff check .
+	@$(python) -m ruff format --check .
+	@$(python) -m mypy
+	@$(python) -m tools.generate --check
+
+generate: setup ## write the pages and tables that are made from the code
+	@$(python) -m tools.generate
+
+test: setup ## run the tests; ONLY=node_agent (protocol, client, vllm, guards, ...) or ONLY=PATH for a part
+	@$(python) -m tools.run_tests $(if $(ONLY),--only '$(ONLY)')
+
+bench: setup ## measure; NAME=query for one bench, JSON=1 for one JSON object as the last line
+	@$(python) -m bench $(if $(NAME),'$(NAME)') $(if $(JSON),--json)
+
+demo: setup ## a real engine with OrbitKV, start to end; ENGINE=vllm, JSON=1 for one JSON object as the last line
+	@ORBITKV_ENGINE_PYTHON=$$($(python) -m tools.engine_env | tail -1) && export ORBITKV_ENGINE_PYTHON && \
+	$(python) -m tools.demo $(if $(ENGINE),--engine '$(ENGINE)') $(if $(JSON),--json)
+
+clean: ## remove what was made in the tree (the engine's environment stays)
+	@rm -rf .venv .venv.lock build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
+	@echo "The engine's environment was left in $${ORBITKV_CACHE:-$${XDG_CACHE_HOME:-$$HOME/.cache}/orbitkv}/engines"

@@ -1,0 +1,38 @@
+"""The third process of a bench: saves and restores as fast as it can until its input ends."""
+
+from __future__ import annotations
+
+import select
+import sys
+
+import numpy as np
+
+from bench.engine import MemoryEngine, numbered_hashes
+from orbitkv import QueryReady
+
+PAGES = 64
+BLOCK_BYTES = 256 << 10
+
+
+def main() -> None:
+    """Print "running", then work until stdin is closed."""
+    with MemoryEngine(sys.argv[1], blocks=2 * PAGES, block_bytes=BLOCK_BYTES, identity="busy") as engine:
+        client, blocks, turn = engine.client, np.arange(PAGES), 0
+        while True:
+            # A window of 16 sets: each is saved once, and pushed out by newer ones when the pool is full.
+            hashes = numbered_hashes(PAGES, first=turn * PAGES)
+            engine.save(hashes)
+            answer = client.query_prefetch(f"request-{turn}", [hashes], instance=engine.instance)
+            if isinstance(answer, QueryReady) and answer.pages:
+                handle = client.start_restore(engine.registration, answer.leases[0], [blocks[: answer.pages] + PAGES])
+                client.wait_restore(handle, timeout=10)
+                client.query_consumed(f"request-{turn}")
+            if turn == 0:
+                print("running", flush=True)
+            turn += 1
+            if select.select([sys.stdin], [], [], 0)[0]:
+                return
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""Memory and speed of the agent's index: a real agent, filled over its socket to 2 million pages.
+
+The pages are 4 KiB and the pool is not faulted in, so that only the index takes memory of the agent's own.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from bench.engine import MemoryEngine, numbered_hashes
+from bench.figures import Figure, percentile, say
+from bench.query import latencies
+from tools.harness.agent import AgentProcess, temporary_agent
+
+SMALL, LARGE = 100_000, 2_000_000
+STEP = 20_480
+
+
+def run() -> list[Figure]:
+    """Fill, measuring at 100,000 and at 2 million pages."""
+    with (
+        temporary_agent(pool="9GiB", arguments=["--no-prefault"]) as agent,
+        MemoryEngine(agent.socket, blocks=4096, block_bytes=4096) as engine,
+    ):
+        empty = _own_bytes(agent)
+        _fill(engine, 0, SMALL)
+        small_bytes = (_own_bytes(agent) - empty) / SMALL
+        small = _spread_latencies(engine, SMALL)
+        _fill(engine, SMALL, LARGE)
+        large_bytes = (_own_bytes(agent) - empty) / LARGE
+        large = _spread_latencies(engine, LARGE)
+        pause_ms = agent.status()["loop"]["longest_turn_ms"]
+    small_us, large_us = percentile(small, 50), percentile(large, 50)
+    return [
+        Figure("bytes_per_page", max(small_bytes, large_bytes), "bytes", bound=400),
+        Figure("bytes_per_page_100k", small_bytes, "bytes"),
+        Figure("query_2m_us", large_us, "us", baseline=small_us),
+        Figure("query_2m_ratio", large_us / small_us, "ratio", bound=1.2),
+        Figure("longest_pause_ms", float(pause_ms), "ms", bound=2),
+    ]
+
+
+def _fill(engine: MemoryEngine, first: int, last: int) -> None:
+    start = time.monotonic()
+    for begin in range(first, last, STEP):
+        engine.save(numbered_hashes(min(STEP, last - begin), first=begin))
+        if begin // STEP % 20 == 0:
+            say(f"  {begin:,} pages in {time.monotonic() - start:.0f} s")
+
+
+def _spread_latencies(engine: MemoryEngine, pages: int) -> list[float]:
+    """Queries of 64 hashes, spread over everything that is stored."""
+    samples: list[float] = []
+    for turn in range(5_000):
+        first = turn * 7919 * 64 % (pages - 64)
+        samples += latencies(engine, numbered_hashes(64, first=first), 1)
+    return samples
+
+
+def _own_bytes(agent: AgentProcess) -> int:
+    """Resident memory of the agent's own, without the pool."""
+    for line in Path(f"/proc/{agent.pid}/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("the kernel does not tell the agent's RssAnon")

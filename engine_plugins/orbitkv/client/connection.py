@@ -1,0 +1,249 @@
+"""One connection to the agent: frames out, replies in, in the time the caller allows.
+
+A connection is used by one thread, except for `send_only`, which any thread may call. It is never reopened: after an
+error that breaks the stream it stays broken, and its owner makes a new one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from orbitkv.protocol import framing
+from orbitkv.protocol.errors import ErrorKind, OrbitKVError
+from orbitkv.protocol.messages import Refusal, Reply, Request
+
+_TIMEVAL = struct.Struct("ll")
+_CREDENTIALS = struct.Struct("iII")
+_RECEIVE_BYTES = 1 << 16
+_fork_count = 0
+
+
+def _count_fork() -> None:
+    global _fork_count  # noqa: PLW0603 - one number for the process, changed in a forked child only
+    _fork_count += 1
+
+
+os.register_at_fork(after_in_child=_count_fork)
+
+
+class Connection:
+    """A stream socket to the agent at `path`.
+
+    Args:
+        path: the agent's socket.
+        server_uid: user that must own the agent's process, besides this process's own user and root.
+        on_late_reply: called with a reply whose caller gave up waiting.
+
+    Raises:
+        OrbitKVError: UNAVAILABLE, no agent listens there; DENIED, somebody else's process does.
+    """
+
+    def __init__(
+        self, path: str, *, server_uid: int | None, timeout_ms: int, on_late_reply: Callable[[Reply], None]
+    ) -> None:
+        self.path = path
+        self._on_late_reply = on_late_reply
+        self._fork_count = _fork_count
+        self._sequence = 0
+        self._reader = framing.FrameReader(framing.MAX_FRAME_BYTES)
+        self._receive_timeout_us = -1
+        self._outbox = bytearray()
+        # Invariant: bytes of frames reach the socket in the order of the outbox, and an outbox that is not empty starts
+        # with what the kernel did not take. Held across non-blocking sends only.
+        self._outbox_lock = threading.Lock()
+        self.broken: OrbitKVError | None = None
+        self._socket = _connect(path, timeout_ms)
+        try:
+            _check_server(self._socket, path, server_uid)
+        except BaseException:
+            self._socket.close()
+            raise
+
+    def fileno(self) -> int:
+        """Descriptor of the socket, to poll on."""
+        return self._socket.fileno()
+
+    def send_only(self, request: Request) -> None:
+        """Send a request that wants no reply. Never waits; what the kernel does not take now goes with the next frame.
+
+        On a broken connection it does nothing: the agent drops all that a lost session held.
+        """
+        if self.broken is None and self._fork_count == _fork_count:
+            with contextlib.suppress(OrbitKVError):
+                self._push(framing.encode(request, 0))
+
+    def call(self, request: Request, timeout_ms: float) -> Reply:
+        """Send `request`, return its reply.
+
+        Raises:
+            OrbitKVError: TIMEOUT, no reply in time (it may still come, and then goes to `on_late_reply`); UNAVAILABLE,
+                the connection ended; otherwise what the agent refused.
+        """
+        reply, _ = self._exchange(request, timeout_ms, with_descriptors=False)
+        return reply
+
+    def call_for_descriptors(self, request: Request, timeout_ms: float) -> tuple[Reply, list[int]]:
+        """As `call`, for replies that come with descriptors; the caller owns them."""
+        return self._exchange(request, timeout_ms, with_descriptors=True)
+
+    def check(self) -> None:
+        """Raise when the connection cannot be used: broken, closed, or inherited through a fork."""
+        if self._fork_count != _fork_count:
+            raise OrbitKVError(
+                ErrorKind.CLOSED,
+                "this OrbitKV client belongs to the parent process, which forked; make a new client in the child",
+            )
+        if self.broken is not None:
+            raise self.broken
+
+    def close(self) -> None:
+        """Close the socket. Later calls raise CLOSED."""
+        if self.broken is None:
+            self.broken = OrbitKVError(ErrorKind.CLOSED, "this OrbitKV client is closed; make a new one")
+        self._socket.close()
+
+    # ------------------------------------------------------------------------------------------------------ internals
+
+    def _exchange(self, request: Request, timeout_ms: float, *, with_descriptors: bool) -> tuple[Reply, list[int]]:
+        self.check()
+        deadline = time.monotonic() + timeout_ms / 1000
+        sequence = self._sequence = self._sequence % 0xFFFFFFFF + 1
+        self._push(framing.encode(request, sequence))
+        while self._outbox:
+            self._wait_writable(deadline)
+            self._push(b"")
+        descriptors: list[int] = []
+        try:
+            while True:
+                data = self._receive(deadline, descriptors if with_descriptors else None)
+                answer: Reply | None = None
+                for number, body in self._frames(data):
+                    reply = self._decode(body)
+                    if number == sequence:
+                        answer = reply
+                    else:
+                        self._on_late_reply(reply)
+                if answer is not None:
+                    if isinstance(answer, Refusal):
+                        raise OrbitKVError(_kind(answer.kind), answer.message)
+                    return answer, descriptors
+        except BaseException:
+            for fd in descriptors:
+                os.close(fd)
+            raise
+
+    def _push(self, frame: bytes | bytearray) -> None:
+        with self._outbox_lock:
+            outbox = self._outbox
+            if outbox:
+                outbox += frame
+                frame = outbox
+            try:
+                sent = self._socket.send(frame, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL) if frame else 0
+            except BlockingIOError:
+                sent = 0
+            except OSError as error:
+                raise self._break(f"sending failed: {error.strerror}") from None
+            if frame is outbox:
+                del outbox[:sent]
+            elif sent < len(frame):
+                outbox += frame[sent:]
+
+    def _wait_writable(self, deadline: float) -> None:
+        poll = select.poll()
+        poll.register(self._socket, select.POLLOUT)
+        if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+            raise self._timeout()
+
+    def _receive(self, deadline: float, descriptors: list[int] | None) -> bytes:
+        remaining_us = int((deadline - time.monotonic()) * 1e6)
+        if remaining_us <= 0:
+            raise self._timeout()
+        # The kernel's receive timeout saves a poll per call. It need not be exact: it is set again only when it is too
+        # long, or shorter than half of what is allowed (then the loop goes round).
+        if not remaining_us // 2 <= self._receive_timeout_us <= remaining_us:
+            self._receive_timeout_us = remaining_us * 3 // 4 + 1
+            timeval = _TIMEVAL.pack(*divmod(self._receive_timeout_us, 1_000_000))
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
+        try:
+            if descriptors is None:
+                data = self._socket.recv(_RECEIVE_BYTES)
+            else:
+                data, received = framing.receive_with_descriptors(self._socket, _RECEIVE_BYTES)
+                descriptors += received
+        except BlockingIOError:
+            return b""
+        except OSError as error:
+            raise self._break(f"receiving failed: {error.strerror}") from None
+        if not data:
+            raise self._break("it closed the connection (the agent ended, or refused this client; its log says why)")
+        return data
+
+    def _frames(self, data: bytes) -> list[tuple[int, bytes]]:
+        if not data:
+            return []
+        try:
+            return self._reader.feed(data)
+        except framing.FrameError as error:
+            raise self._break(f"it sent {error}") from None
+
+    def _decode(self, body: bytes) -> Reply:
+        try:
+            return framing.reply_decoder.decode(body)
+        except msgspec.MsgspecError as error:
+            raise self._break(f"it sent a reply that this release cannot read ({error})") from None
+
+    def _break(self, what: str) -> OrbitKVError:
+        if self.broken is None:
+            self.broken = OrbitKVError(ErrorKind.UNAVAILABLE, f"lost the OrbitKV agent at {self.path}: {what}")
+        return self.broken
+
+    def _timeout(self) -> OrbitKVError:
+        return OrbitKVError(ErrorKind.TIMEOUT, f"the OrbitKV agent at {self.path} did not answer in time")
+
+
+def _connect(path: str, timeout_ms: int) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    sock.settimeout(timeout_ms / 1000)
+    try:
+        sock.connect(path)
+    except OSError as error:
+        sock.close()
+        hint = {
+            errno.ENOENT: "there is no such socket: start the agent (`orbitkv-agent serve`), or correct the path",
+            errno.ECONNREFUSED: "nobody listens there: the agent ended without cleaning up; start it again",
+            errno.EACCES: "this user may not use it: run as the agent's user",
+            errno.EPERM: "this user may not use it: run as the agent's user",
+        }.get(error.errno or 0, error.strerror or "no answer in time")
+        raise OrbitKVError(ErrorKind.UNAVAILABLE, f"no OrbitKV agent at {path}: {hint}") from None
+    sock.settimeout(None)
+    return sock
+
+
+def _check_server(sock: socket.socket, path: str, server_uid: int | None) -> None:
+    """A socket in a shared folder may be somebody else's: nothing is sent before its owner is known."""
+    _, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    allowed = {os.geteuid(), 0} if server_uid is None else {server_uid}
+    if uid not in allowed:
+        raise OrbitKVError(
+            ErrorKind.DENIED,
+            f"the process that listens on {path} runs as user {uid}, not {' or '.join(map(str, sorted(allowed)))}: "
+            "it is no agent of yours, and nothing was sent to it",
+        )
+
+
+def _kind(text: str) -> ErrorKind:
+    try:
+        return ErrorKind(text)
+    except ValueError:
+        return ErrorKind.INTERNAL

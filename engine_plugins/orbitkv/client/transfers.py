@@ -1,0 +1,391 @@
+"""The transfer thread: the one thread that registers memory, submits restores and saves, and copies.
+
+Callers hand work over through deques (appending and removing are atomic) and an eventfd, and read results from handles.
+Restores go first: a save looks for waiting restores after every chunk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+
+from orbitkv.protocol.errors import ErrorKind, OrbitKVError, SaveNotSubmittedError
+from orbitkv.protocol.messages import (
+    CommitSave,
+    GroupBlocks,
+    Register,
+    Registered,
+    Reply,
+    RestoreDone,
+    RestorePlan,
+    SavePlan,
+    SaveRequest,
+    SavesAccepted,
+    StartRestore,
+    SubmitSaves,
+    Unregister,
+)
+from orbitkv.protocol.records import Header
+
+from .arenas import ArenaMap
+from .copies import plan_pages
+from .handles import RestoreHandle, RestoreStatus, SaveHandle, SaveStatus
+from .registration import GpuRegistration, HostAllocation
+from .session import Endpoint, Session
+
+
+class Transfers:
+    """Owner of the transfer session.
+
+    Raises:
+        OrbitKVError: the session could not be opened.
+    """
+
+    def __init__(self, endpoint: Endpoint, boot_id: str) -> None:
+        self._endpoint = endpoint
+        self._session = Session(endpoint, self._late_reply)
+        if self._session.welcome.boot_id != boot_id:
+            self._session.close()
+            raise OrbitKVError(
+                ErrorKind.UNAVAILABLE, f"the OrbitKV agent at {endpoint.path} restarted; make a new client"
+            )
+        self._arenas = ArenaMap(self._session.connection, endpoint.timeout_ms)
+        self._arenas_seen = 0
+        self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._restores: deque[RestoreHandle] = deque()
+        self._saves: deque[list[SaveHandle]] = deque()
+        self._uncommitted: deque[SaveHandle] = deque()
+        self.restores_ended = 0
+        self.lost: OrbitKVError | None = None
+        self._closing = False
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._poll = select.poll()
+        for fd in (self._wake, self._session.hint_fd, self._session.agent_pidfd):
+            self._poll.register(fd, select.POLLIN)
+        self._thread = threading.Thread(target=self._run, name="orbitkv-transfer", daemon=True)
+        self._thread.start()
+
+    # ------------------------------------------------------------------------------------------------ callers' threads
+
+    def call(self, work: Callable[[], Any], timeout_ms: float) -> Any:
+        """Run `work` on the transfer thread and return its result.
+
+        Raises:
+            OrbitKVError: TIMEOUT, or what `work` raised.
+        """
+        self._check()
+        future: Future[Any] = Future()
+        self._calls.append((work, future))
+        self._notify()
+        try:
+            return future.result(timeout_ms / 1000)
+        except TimeoutError:
+            raise OrbitKVError(
+                ErrorKind.TIMEOUT, f"the OrbitKV agent at {self._endpoint.path} did not finish in {timeout_ms:.0f} ms"
+            ) from None
+
+    def register(self, request: Register, client: object, allocations: Sequence[HostAllocation]) -> GpuRegistration:
+        """Register engine memory (on the transfer thread)."""
+        reply = self._session.connection.call(request, _REGISTER_MS)
+        if not isinstance(reply, Registered):
+            raise OrbitKVError(ErrorKind.INTERNAL, f"a registration was answered with {type(reply).__name__}")
+        registration = GpuRegistration(
+            reply.registration, client, request.groups, allocations, proof_required=reply.proof_required
+        )
+        if registration.page_bytes != reply.page_bytes:
+            raise OrbitKVError(ErrorKind.INTERNAL, "agent and client disagree about the size of a page")
+        return registration
+
+    def ask(self, request: Any) -> Reply:
+        """Send a request of this session (on the transfer thread)."""
+        return self._session.connection.call(request, self._endpoint.timeout_ms)
+
+    def unregister(self, registration: GpuRegistration) -> None:
+        """Finish the registration's queued work, then retire it (on the transfer thread)."""
+        while self._step():
+            pass
+        self._session.connection.call(Unregister(registration.id), _REGISTER_MS)
+
+    def start_restore(self, handle: RestoreHandle) -> None:
+        """Queue a restore."""
+        self._check()
+        self._restores.append(handle)
+        self._notify()
+
+    def cancel_restore(self, handle: RestoreHandle) -> bool:
+        """Take a restore back, if the thread has not taken it yet."""
+        try:
+            self._restores.remove(handle)
+        except ValueError:
+            return False
+        self._end_restore(handle, RestoreStatus.CANCELLED)
+        return True
+
+    def submit_saves(self, handles: Sequence[SaveHandle]) -> None:
+        """Queue a batch of saves.
+
+        Raises:
+            SaveNotSubmittedError: nothing of it was started.
+        """
+        try:
+            self._check()
+        except OrbitKVError as error:
+            raise SaveNotSubmittedError(error.kind, str(error)) from None
+        for handle in handles:
+            handle.advance(SaveStatus.SUBMITTED)
+        self._saves.append(list(handles))
+        self._notify()
+
+    def cancel_save(self, handle: SaveHandle) -> bool:
+        """Take a save back, if the thread has not taken its batch yet."""
+        for batch in list(self._saves):
+            if handle in batch:
+                try:
+                    self._saves.remove(batch)
+                except ValueError:
+                    return False
+                rest = [other for other in batch if other is not handle]
+                if rest:
+                    self._saves.append(rest)
+                    self._notify()
+                handle.advance(SaveStatus.CANCELLED)
+                return True
+        return False
+
+    def close(self) -> None:
+        """Drain what was queued, end the thread, close the session."""
+        self._closing = True
+        self._notify()
+        self._thread.join()
+        self._session.close()
+        os.close(self._wake)
+
+    def _check(self) -> None:
+        self._session.connection.check()
+        if self.lost is not None:
+            raise self.lost
+        if self._closing:
+            raise OrbitKVError(ErrorKind.CLOSED, "this OrbitKV client is closed; make a new one")
+
+    def _notify(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # already woken 2**64 times: it will wake
+            os.eventfd_write(self._wake, 1)
+
+    # -------------------------------------------------------------------------------------------------- transfer thread
+
+    def _run(self) -> None:
+        try:
+            while True:
+                if self._step():
+                    continue
+                if self._closing:
+                    break
+                self._wait()
+        except OrbitKVError as error:
+            self.lost = error
+        except BaseException as error:
+            self.lost = OrbitKVError(ErrorKind.INTERNAL, f"the transfer thread ended: {error!r}")
+            raise
+        finally:
+            self._fail_all()
+            self._arenas.close()
+
+    def _step(self) -> bool:
+        """Do one piece of work; return whether there was any."""
+        self._settle_commits()
+        with contextlib.suppress(IndexError):
+            work, future = self._calls.popleft()
+            self._answer(work, future)
+            return True
+        if self._run_restores():
+            return True
+        with contextlib.suppress(IndexError):
+            self._save(self._saves.popleft())
+            return True
+        arenas = self._session.records.counter(Header.ARENAS)
+        if arenas != self._arenas_seen:
+            self._arenas_seen = arenas
+            self._arenas.sync()
+            return True
+        return False
+
+    def _wait(self) -> None:
+        for fd, _ in self._poll.poll():
+            if fd == self._session.agent_pidfd:
+                raise OrbitKVError(ErrorKind.UNAVAILABLE, f"the OrbitKV agent at {self._endpoint.path} ended")
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(fd)
+
+    def _answer(self, work: Callable[[], Any], future: Future[Any]) -> None:
+        try:
+            future.set_result(work())
+        except OrbitKVError as error:
+            future.set_exception(error)
+            self._reraise_if_broken(error)
+        except Exception as error:  # a defect in `work` belongs to its caller, not to this thread
+            future.set_exception(error)
+
+    def _run_restores(self) -> bool:
+        worked = False
+        with contextlib.suppress(IndexError):
+            while True:
+                self._restore(self._restores.popleft())
+                worked = True
+        return worked
+
+    def _restore(self, handle: RestoreHandle) -> None:
+        registration = handle.registration
+        plan: RestorePlan | None = None
+        try:
+            blocks = [GroupBlocks(group, ids.astype("<i4").tobytes()) for group, ids in handle.blocks]
+            reply = self._session.connection.call(
+                StartRestore(registration.id, handle.lease, blocks), self._endpoint.timeout_ms
+            )
+            if not isinstance(reply, RestorePlan):
+                raise OrbitKVError(ErrorKind.INTERNAL, f"a restore was answered with {type(reply).__name__}")
+            plan = reply
+            handle.status = RestoreStatus.ENQUEUED
+            self._changed(handle)
+            self._copy_restore(handle, plan)
+        except OrbitKVError as error:
+            handle.error = error
+            if plan is not None:
+                self._session.connection.send_only(RestoreDone(plan.restore, copied=False))
+            self._end_restore(handle, RestoreStatus.FAILED)
+            self._reraise_if_broken(error)
+            return
+        self._session.connection.send_only(RestoreDone(plan.restore, copied=True))
+        self._end_restore(handle, RestoreStatus.DONE)
+
+    def _copy_restore(self, handle: RestoreHandle, plan: RestorePlan) -> None:
+        for (group, ids), places in zip(handle.blocks, plan.pages, strict=True):
+            layout = handle.registration.layouts[group]
+            wanted = ids >= 0
+            blocks = ids[wanted].astype(np.int64)
+            layout.check_blocks(blocks, destination=True)
+            pages = self._arenas.addresses(places, layout.page_bytes)
+            if pages.size != ids.size:
+                raise OrbitKVError(ErrorKind.INTERNAL, "the agent's plan does not match the blocks of the restore")
+            copy = plan_pages(layout, blocks, pages[wanted], to_engine=True, layer_order=handle.layer_order)
+            per_layer = np.cumsum(layout.size) * blocks.size
+            for done in copy.chunks():
+                if handle.layer_order:
+                    handle.layers_ready = int(np.searchsorted(per_layer, done, side="right"))
+                    self._changed(handle)
+            handle.layers_ready = layout.size.size
+
+    def _save(self, batch: list[SaveHandle]) -> None:
+        try:
+            reply = self._session.connection.call(
+                SubmitSaves([_request(handle) for handle in batch]), self._endpoint.timeout_ms
+            )
+            if not isinstance(reply, SavesAccepted) or len(reply.plans) != len(batch):
+                raise OrbitKVError(ErrorKind.INTERNAL, f"saves were answered with {type(reply).__name__}")
+        except OrbitKVError as error:
+            # In host mode only this thread copies: without plans nothing has started, whatever became of the call.
+            for handle in batch:
+                handle.error = SaveNotSubmittedError(error.kind, str(error))
+                handle.advance(SaveStatus.NOT_SUBMITTED)
+            self._reraise_if_broken(error)
+            return
+        for handle, plan in zip(batch, reply.plans, strict=True):
+            handle.follow(self._session.records, plan.record)
+        for handle, plan in zip(batch, reply.plans, strict=True):
+            self._copy_save(handle, plan)
+
+    def _copy_save(self, handle: SaveHandle, plan: SavePlan) -> None:
+        handle.present, handle.dropped = plan.present, dict(plan.dropped)
+        try:
+            handle.positions = [np.frombuffer(blob, "<u4").astype(np.int64) for blob in plan.positions]
+            for (group, ids), positions, places in zip(handle.blocks, handle.positions, plan.pages, strict=True):
+                layout = handle.registration.layouts[group]
+                pages = self._arenas.addresses(places, layout.page_bytes)
+                for _ in plan_pages(layout, ids[positions], pages, to_engine=False).chunks():
+                    self._run_restores()
+        except OrbitKVError as error:
+            handle.error = error
+            self._session.connection.send_only(CommitSave(plan.save, copied=False))
+            handle.advance(SaveStatus.FAILED)
+            self._reraise_if_broken(error)
+            return
+        handle.advance(SaveStatus.COPIED)
+        # From here `void_save` comes too late; before, it keeps the pages from becoming visible.
+        self._session.connection.send_only(CommitSave(plan.save, copied=not handle.void))
+        self._uncommitted.append(handle)
+
+    def _settle_commits(self) -> None:
+        """Wake whoever waits for a save to become visible."""
+        while self._uncommitted and self._uncommitted[0].status.final:
+            self._wake_waiters(self._uncommitted.popleft())
+
+    def _fail_all(self) -> None:
+        """The session is over: nothing copies any more, so every open handle gets its final state."""
+        error = self.lost or OrbitKVError(ErrorKind.CLOSED, "this OrbitKV client was closed")
+        while self._calls:
+            self._calls.popleft()[1].set_exception(error)
+        while self._restores:
+            handle = self._restores.popleft()
+            handle.error = error
+            self._end_restore(handle, RestoreStatus.FAILED)
+        while self._saves:
+            for save in self._saves.popleft():
+                save.error = SaveNotSubmittedError(error.kind, str(error))
+                save.advance(SaveStatus.NOT_SUBMITTED)
+        while self._uncommitted:
+            save = self._uncommitted.popleft()
+            if not save.status.final:
+                save.error = error
+                save.advance(SaveStatus.FAILED)
+            self._wake_waiters(save)
+
+    def _end_restore(self, handle: RestoreHandle, status: RestoreStatus) -> None:
+        with handle.changed:  # Invariant: the status is final before anybody who waits is woken.
+            handle.status = status
+            self.restores_ended += 1
+            handle.changed.notify_all()
+
+    @staticmethod
+    def _changed(handle: RestoreHandle) -> None:
+        with handle.changed:
+            handle.changed.notify_all()
+
+    @staticmethod
+    def _wake_waiters(handle: SaveHandle) -> None:
+        with handle.changed:
+            handle.changed.notify_all()
+
+    def _reraise_if_broken(self, error: OrbitKVError) -> None:
+        """End the thread when there is nobody to talk to, or nobody who answers while it should close."""
+        if self._session.connection.broken is not None or (self._closing and error.kind is ErrorKind.TIMEOUT):
+            raise error
+
+    def _late_reply(self, reply: Reply) -> None:
+        """What the agent accepted after we stopped waiting for it was never copied: say so."""
+        connection = self._session.connection
+        if isinstance(reply, RestorePlan):
+            connection.send_only(RestoreDone(reply.restore, copied=False))
+        elif isinstance(reply, SavesAccepted):
+            for plan in reply.plans:
+                connection.send_only(CommitSave(plan.save, copied=False))
+        elif isinstance(reply, Registered):
+            connection.send_only(Unregister(reply.registration))
+
+
+_REGISTER_MS = 120_000
+
+
+def _request(handle: SaveHandle) -> SaveRequest:
+    return SaveRequest(
+        registration=handle.registration.id,
+        hashes=[part.wire() for part in handle.hashes],
+        blocks=[GroupBlocks(group, ids.astype("<i4").tobytes()) for group, ids in handle.blocks],
+        proof=handle.proof,
+    )

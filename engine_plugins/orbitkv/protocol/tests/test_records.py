@@ -1,0 +1,63 @@
+import mmap
+import os
+
+import pytest
+
+from orbitkv.protocol.records import FIRST_SLOT, SLOTS, WORD_BYTES, Header, RecordReader, RecordState, RecordWriter
+
+
+@pytest.fixture
+def writer() -> RecordWriter:
+    return RecordWriter()
+
+
+def test_a_reader_sees_each_state(writer: RecordWriter) -> None:
+    reader = RecordReader(writer.fd)
+    ref = writer.open()
+    assert ref is not None
+    assert reader.state(ref) is RecordState.PENDING
+    writer.set(ref, RecordState.SETTLED)
+    assert reader.state(ref) is RecordState.SETTLED
+    writer.close(ref, RecordState.DONE)
+    assert reader.state(ref) is RecordState.DONE
+
+
+def test_a_slot_used_again_is_not_mistaken_for_the_old_operation(writer: RecordWriter) -> None:
+    reader = RecordReader(writer.fd)
+    first = writer.open()
+    assert first is not None
+    writer.close(first, RecordState.DONE)
+    for _ in range(SLOTS - FIRST_SLOT):
+        other = writer.open()
+        assert other is not None
+        if other.slot == first.slot:
+            break
+    assert other.slot == first.slot
+    assert reader.state(first) is None
+    assert reader.state(other) is RecordState.PENDING
+
+
+def test_slots_run_out_instead_of_being_shared(writer: RecordWriter) -> None:
+    taken = [writer.open() for _ in range(SLOTS - FIRST_SLOT)]
+    assert all(ref is not None for ref in taken)
+    assert len({ref.slot for ref in taken if ref}) == len(taken)
+    assert writer.open() is None
+
+
+def test_a_client_cannot_write(writer: RecordWriter) -> None:
+    with pytest.raises(PermissionError):
+        mmap.mmap(writer.fd, SLOTS * WORD_BYTES)
+    with pytest.raises(PermissionError):
+        os.pwrite(writer.fd, b"x", 0)
+    with pytest.raises(PermissionError):
+        os.ftruncate(writer.fd, 0)
+
+
+def test_counters_move_apart_from_records(writer: RecordWriter) -> None:
+    reader = RecordReader(writer.fd)
+    before = reader.counter(Header.EVENTS)
+    writer.bump(Header.EVENTS)
+    assert reader.counter(Header.EVENTS) == before + 1
+    assert reader.counter(Header.ARENAS) == 0
+    reader.close()
+    writer.destroy()

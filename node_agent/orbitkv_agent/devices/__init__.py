@@ -1,0 +1,1 @@
+"""Where the bytes are and who copies them."""

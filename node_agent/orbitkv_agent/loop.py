@@ -1,0 +1,190 @@
+"""The owner's event loop: descriptors, timers, and a mailbox for the other threads.
+
+One thread runs it and owns everything that its callbacks touch, so none of that needs a lock. The mailbox is the only
+way in from other threads and from signal handlers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import itertools
+import logging
+import os
+import select
+import time
+from collections import deque
+from collections.abc import Callable, Hashable
+from typing import Generic, TypeVar
+
+logger = logging.getLogger(__name__)
+
+_LONGEST_WAIT_S = 3600.0
+
+
+class Timer:
+    """A callback that is due at `due` (seconds of the loop's clock)."""
+
+    __slots__ = ("callback", "due")
+
+    def __init__(self, due: float, callback: Callable[[], None]) -> None:
+        self.due = due
+        self.callback: Callable[[], None] | None = callback
+
+    def cancel(self) -> None:
+        """Do not call it any more; harmless afterwards."""
+        self.callback = None
+
+
+class Loop:
+    """An epoll loop.
+
+    Args:
+        clock: seconds; tests give one that they move themselves.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.now = clock
+        self._epoll = select.epoll()
+        self._handlers: dict[int, Callable[[int], None]] = {}
+        self._timers: list[tuple[float, int, Timer]] = []
+        self._order = itertools.count()
+        self._mail: deque[Callable[[], None]] = deque()
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._running = False
+        self._closed = False
+        self.watch(self._wake, select.EPOLLIN, self._deliver)
+
+    # -------------------------------------------------------------------------------------------------- other threads
+
+    def post(self, callback: Callable[[], None]) -> None:
+        """Have the owner thread call `callback`. For any thread, and for signal handlers.
+
+        After the loop was closed nothing is called any more.
+        """
+        self._mail.append(callback)
+        with contextlib.suppress(OSError):  # closed meanwhile: nobody is left to wake
+            os.eventfd_write(self._wake, 1)
+
+    # ----------------------------------------------------------------------------------------------------- descriptors
+
+    def watch(self, fd: int, events: int, handler: Callable[[int], None]) -> None:
+        """Call `handler(events)` whenever one of `events` (select.EPOLL*) holds for `fd`, and on errors."""
+        self._epoll.register(fd, events)
+        self._handlers[fd] = handler
+
+    def change(self, fd: int, events: int) -> None:
+        """Watch `fd` for other events."""
+        self._epoll.modify(fd, events)
+
+    def forget(self, fd: int) -> None:
+        """Stop watching; call it before `fd` is closed."""
+        if self._handlers.pop(fd, None) is not None:
+            self._epoll.unregister(fd)
+
+    # ---------------------------------------------------------------------------------------------------------- timers
+
+    def call_later(self, seconds: float, callback: Callable[[], None]) -> Timer:
+        """Call `callback` once, `seconds` from now."""
+        timer = Timer(self.now() + seconds, callback)
+        heapq.heappush(self._timers, (timer.due, next(self._order), timer))
+        return timer
+
+    def run_due_timers(self) -> None:
+        """Call what is due now."""
+        timers = self._timers
+        while timers and timers[0][0] <= self.now():
+            callback = heapq.heappop(timers)[2].callback
+            if callback is not None:
+                self._guarded(callback)
+
+    # ------------------------------------------------------------------------------------------------------------- run
+
+    def run(self) -> None:
+        """Serve until `stop`."""
+        self._running = True
+        while self._running:
+            self.run_once(_LONGEST_WAIT_S)
+
+    def run_once(self, longest_s: float) -> None:
+        """Wait at most `longest_s` for something to do, and do it."""
+        timers = self._timers
+        while timers and timers[0][2].callback is None:
+            heapq.heappop(timers)
+        wait = max(0.0, min(longest_s, timers[0][0] - self.now())) if timers else longest_s
+        for fd, events in self._epoll.poll(0 if self._mail else wait):
+            handler = self._handlers.get(fd)
+            if handler is not None:  # an earlier handler of this round may have forgotten it
+                self._guarded(handler, events)
+        if timers:
+            self.run_due_timers()
+
+    def stop(self) -> None:
+        """Let `run` return after the current round."""
+        self._running = False
+
+    def close(self) -> None:
+        """Close the loop's own descriptors."""
+        if not self._closed:
+            self._closed = True
+            self._handlers.clear()
+            self._epoll.close()
+            os.close(self._wake)
+
+    def _deliver(self, _events: int) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake)
+        for _ in range(len(self._mail)):
+            self._guarded(self._mail.popleft())
+
+    @staticmethod
+    def _guarded(callback: Callable[..., None], *args: int) -> None:
+        """A defect in one callback is logged and does not take the other sessions down with it."""
+        try:
+            callback(*args)
+        except Exception:
+            logger.exception("internal error in the agent's loop; please report it")
+
+
+K = TypeVar("K", bound=Hashable)
+
+
+class Deadlines(Generic[K]):
+    """Many deadlines of one length: first in, first due, so adding and removing cost one dict operation.
+
+    Args:
+        seconds: time from `add` to expiry.
+        on_expired: called with each key that was not discarded in time.
+    """
+
+    def __init__(self, loop: Loop, seconds: float, on_expired: Callable[[K], None]) -> None:
+        self._loop = loop
+        self._seconds = seconds
+        self._on_expired = on_expired
+        self._due: dict[K, float] = {}
+        self._timer: Timer | None = None
+
+    def add(self, key: K) -> None:
+        """Start the time of `key`, from the beginning if it runs already."""
+        self._due.pop(key, None)
+        self._due[key] = self._loop.now() + self._seconds
+        if self._timer is None:
+            self._timer = self._loop.call_later(self._seconds, self._check)
+
+    def discard(self, key: K) -> None:
+        """Forget `key`."""
+        self._due.pop(key, None)
+
+    def __len__(self) -> int:
+        return len(self._due)
+
+    def _check(self) -> None:
+        self._timer = None
+        now = self._loop.now()
+        while self._due:
+            key, due = next(iter(self._due.items()))
+            if due > now:
+                self._timer = self._loop.call_later(due - now, self._check)
+                return
+            del self._due[key]
+            self._on_expired(key)

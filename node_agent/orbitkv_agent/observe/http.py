@@ -1,0 +1,193 @@
+"""`/metrics` and `/health` over HTTP, from threads that own nothing.
+
+A request asks the owner thread by its mailbox and waits for the answer for at most a second; an owner that does not
+answer in that time is what `/health` is there to report.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from http.server import BaseHTTPRequestHandler
+from socketserver import TCPServer, ThreadingMixIn
+from typing import Any, Final, TypeVar
+
+from prometheus_client.exposition import choose_encoder
+
+from orbitkv_agent.observe.metrics import make_registry
+from orbitkv_agent.observe.snapshot import Snapshot
+
+logger = logging.getLogger(__name__)
+
+ANSWER_SECONDS: Final = 1.0
+"""Longest wait for the owner thread."""
+CLIENT_SECONDS: Final = 5.0
+"""Longest wait for a client to send its request or take its answer."""
+MAX_REQUESTS: Final = 16
+"""Requests that are served at one time; more are turned away."""
+T = TypeVar("T")
+
+
+class MetricsServer:
+    """Serves from construction on: the address is bound when it returns, and `start` has the requests answered.
+
+    Args:
+        endpoint: (host, port); port 0 takes any free one.
+        post: hands a callable to the owner thread (`Loop.post`).
+        snapshot, draining: called on the owner thread.
+
+    Raises:
+        OSError: the address cannot be bound; the message names it and the setting.
+    """
+
+    def __init__(
+        self,
+        endpoint: tuple[str, int],
+        *,
+        post: Callable[[Callable[[], None]], None],
+        snapshot: Callable[[], Snapshot],
+        draining: Callable[[], bool],
+    ) -> None:
+        self._post = post
+        self._draining = draining
+        self._registry = make_registry(lambda: self._ask(snapshot))
+        try:
+            self._server = _Server(endpoint, self)
+        except (OSError, OverflowError) as error:
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            raise OSError(
+                f"metrics cannot be served on {endpoint[0]}:{endpoint[1]}: {reason}; "
+                "set metrics_address to another one, or to off"
+            ) from error
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(0.1,), name="orbitkv-http", daemon=True
+        )
+
+    @property
+    def endpoint(self) -> tuple[str, int]:
+        """The (host, port) that is bound."""
+        host, port = self._server.server_address[:2]
+        return str(host), int(port)
+
+    def start(self) -> None:
+        """Answer requests, in threads."""
+        self._thread.start()
+        logger.info("serving metrics", extra={"address": "{}:{}".format(*self.endpoint)})
+
+    def close(self) -> None:
+        """Stop answering and free the address. Requests that wait for the owner get their answer or a 503."""
+        if self._thread.is_alive():
+            self._server.shutdown()
+            self._thread.join()
+        self._server.server_close()
+
+    def health(self) -> tuple[bool, str]:
+        """Return whether the agent serves, and why not in words."""
+        try:
+            draining = self._ask(self._draining)
+        except FutureTimeoutError:
+            return False, f"the agent's main thread did not answer within {ANSWER_SECONDS:g} s"
+        return (False, "the agent is draining: it finishes what it began and then stops") if draining else (True, "ok")
+
+    def metrics(self, accept: str) -> tuple[bytes, str]:
+        """Return the exposition in the best format that `accept` (an HTTP header) names, and its content type.
+
+        Raises:
+            TimeoutError: the owner thread did not answer.
+        """
+        encoder, content_type = choose_encoder(accept)
+        return encoder(self._registry), content_type
+
+    def _ask(self, question: Callable[[], T]) -> T:
+        answer: Future[T] = Future()
+
+        def on_owner() -> None:
+            if answer.set_running_or_notify_cancel():  # cancelled: whoever asked has gone
+                try:
+                    answer.set_result(question())
+                except Exception as error:
+                    answer.set_exception(error)
+
+        self._post(on_owner)
+        try:
+            return answer.result(ANSWER_SECONDS)
+        finally:
+            answer.cancel()
+
+
+class _Server(ThreadingMixIn, TCPServer):
+    """A thread a request, bounded. (http.server's own would look up the host's name at start.)"""
+
+    allow_reuse_address = True
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, endpoint: tuple[str, int], metrics: MetricsServer) -> None:
+        if ":" in endpoint[0]:
+            self.address_family = socket.AF_INET6
+        self.metrics = metrics
+        self._slots = threading.BoundedSemaphore(MAX_REQUESTS)
+        super().__init__(endpoint, _Handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Serve it in a thread if one is free, else close it."""
+        if self._slots.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Serve it and give the slot back."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._slots.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that breaks off is no event; anything else is a defect."""
+        logger.debug("an HTTP request ended early", exc_info=True)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+    timeout = CLIENT_SECONDS
+    server_version = "orbitkv-agent"
+    sys_version = ""
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        if path == "/health":
+            healthy, words = self.server.metrics.health()
+            self._answer(200 if healthy else 503, words)
+        elif path == "/metrics":
+            try:
+                body, content_type = self.server.metrics.metrics(self.headers.get("Accept", ""))
+            except FutureTimeoutError:
+                self._answer(503, f"the agent's main thread did not answer within {ANSWER_SECONDS:g} s")
+            except Exception:
+                logger.exception("the metrics could not be made")
+                self._answer(500, "the metrics could not be made; the agent's log says why")
+            else:
+                self._send(200, body, content_type)
+        else:
+            self._answer(404, "there is /metrics and /health here")
+
+    do_HEAD = do_GET
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Leave requests out of the log."""
+
+    def _answer(self, status: int, words: str) -> None:
+        self._send(status, f"{words}\n".encode(), "text/plain; charset=utf-8")
+
+    def _send(self, status: int, body: bytes, content_type: str) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", content_type)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)

@@ -1,0 +1,1 @@
+"""Query operations, leases and budgets."""

@@ -1,0 +1,105 @@
+"""Bytes that queries, leases and restores may hold together, and each instance alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable
+from enum import StrEnum
+from typing import Final
+
+from orbitkv_agent.guards import guard
+
+
+class Phase(StrEnum):
+    """What reserved bytes are waiting for."""
+
+    PREPARING = "preparing"
+    READY = "ready"
+    RESTORING = "restoring"
+
+
+class Charge:
+    """Bytes reserved for one owner. Released exactly once."""
+
+    __slots__ = ("budget", "bytes", "owner", "phase", "released")
+
+    def __init__(self, budget: ByteBudget, owner: Hashable, size: int) -> None:
+        self.budget = budget
+        self.owner = owner
+        self.bytes = size
+        self.phase = Phase.PREPARING
+        self.released = False
+
+    def move(self, phase: Phase) -> None:
+        """Account the bytes to another phase."""
+        assert not self.released, "a charge was moved after its release"
+        by_phase = self.budget.by_phase
+        by_phase[self.phase] -= self.bytes
+        by_phase[phase] += self.bytes
+        self.phase = phase
+
+    def release(self) -> None:
+        """Give the bytes back."""
+        assert not self.released, "a charge was released twice"
+        self.released = True
+        self.budget._release(self)
+
+
+class ByteBudget:
+    """Reserved bytes, in all and by owner.
+
+    Args:
+        limit: most bytes in all.
+        owner_limit: most bytes for one owner (an instance).
+
+    Attributes:
+        reserved: bytes in all.
+        by_phase: the same, by what they wait for.
+        peak, owner_peak: the most that was ever reserved, in all and by one owner.
+    """
+
+    def __init__(self, limit: int, owner_limit: int) -> None:
+        self.limit: Final = limit
+        self.owner_limit: Final = min(owner_limit, limit)
+        self.reserved = 0
+        self.by_phase: dict[Phase, int] = dict.fromkeys(Phase, 0)
+        self.peak = 0
+        self.owner_peak = 0
+        self._by_owner: Counter[Hashable] = Counter()
+
+    def oversized(self, size: int) -> bool:
+        """Whether `size` bytes never fit, whoever returns what."""
+        return size > self.owner_limit
+
+    def owner_is_full(self, owner: Hashable, size: int) -> bool:
+        """Whether `size` more bytes exceed the owner's own limit now."""
+        return self._by_owner[owner] + size > self.owner_limit and guard("budget-limit")
+
+    def is_full(self, size: int) -> bool:
+        """Whether `size` more bytes exceed the limit in all now."""
+        return self.reserved + size > self.limit and guard("budget-limit")
+
+    def charge(self, owner: Hashable, size: int) -> Charge:
+        """Reserve bytes that fit, in phase PREPARING. The caller has asked `is_full` and `owner_is_full`."""
+        self.reserved += size
+        self.by_phase[Phase.PREPARING] += size
+        mine = self._by_owner[owner] = self._by_owner[owner] + size
+        if guard("budget-limit"):
+            assert self.reserved <= self.limit, "the query budget is exceeded"
+            assert mine <= self.owner_limit, "the query budget of an instance is exceeded"
+        self.peak = max(self.peak, self.reserved)
+        self.owner_peak = max(self.owner_peak, mine)
+        return Charge(self, owner, size)
+
+    def of(self, owner: Hashable) -> int:
+        """Bytes reserved for one owner."""
+        return self._by_owner[owner] if owner in self._by_owner else 0
+
+    def _release(self, charge: Charge) -> None:
+        self.reserved -= charge.bytes
+        self.by_phase[charge.phase] -= charge.bytes
+        rest = self._by_owner[charge.owner] = self._by_owner[charge.owner] - charge.bytes
+        assert self.reserved >= 0, "more was released than charged"
+        assert rest >= 0, "more was released than charged to this owner"
+        if not rest:
+            del self._by_owner[charge.owner]

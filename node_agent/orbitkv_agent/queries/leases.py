@@ -1,0 +1,152 @@
+"""Leases: the promise that the pages of one shard stay until they are restored or given back."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections.abc import Callable
+from enum import Enum
+from typing import TYPE_CHECKING, Final
+
+from orbitkv.protocol.messages import LeasedPages, PagePlaces
+
+from orbitkv_agent.guards import guard
+
+if TYPE_CHECKING:
+    from orbitkv_agent.queries.budget import Charge
+    from orbitkv_agent.queries.operations import QueryOperation
+    from orbitkv_agent.store.cache import PagePins
+
+
+def handle_numbers() -> itertools.count[int]:
+    """Numbers for handles of this boot: no handle of an earlier agent is one of them.
+
+    They start at a random place among 2^46, a million apart or more with near certainty.
+    """
+    return itertools.count((secrets.randbits(46) if guard("boot-ids") else 0) << 16 | 1)
+
+
+class PinnedPages:
+    """Pages of one answer, pinned once for the leases of all shards.
+
+    Attributes:
+        pages: what is leased, by group.
+        bytes: padded size of all shards' pages.
+    """
+
+    __slots__ = ("_holders", "_pins", "bytes", "pages")
+
+    def __init__(self, pages: list[LeasedPages], pins: list[PagePins], holders: int, size: int) -> None:
+        self.pages = pages
+        self.bytes = size
+        self._pins = pins
+        self._holders = holders
+
+    @property
+    def count(self) -> int:
+        """Pages of one shard, all groups together."""
+        return sum(each.count for each in self.pages)
+
+    def places(self, shard: int) -> list[PagePlaces]:
+        """Where the shard's pages lie, by group."""
+        found = []
+        for leased, pins in zip(self.pages, self._pins, strict=True):
+            arenas, offsets = pins.places(shard)
+            found.append(PagePlaces(leased.group, arenas.tobytes(), offsets.tobytes()))
+        return found
+
+    def let_go(self) -> None:
+        """One holder less; the last one unpins."""
+        self._holders -= 1
+        assert self._holders >= 0, "pages were unpinned twice"
+        if not self._holders:
+            for pins in self._pins:
+                pins.release()
+
+
+class LeaseState(Enum):
+    """LIVE can be consumed or returned; CONSUMED belongs to a restore; ENDED holds nothing."""
+
+    LIVE = "live"
+    CONSUMED = "consumed"
+    ENDED = "ended"
+
+
+class Lease:
+    """Pages of one shard, held for one query operation. Ends exactly once.
+
+    Attributes:
+        number: the handle that the client uses.
+        shard: rank order.
+    """
+
+    __slots__ = ("charge", "number", "operation", "pages", "shard", "state")
+
+    def __init__(self, number: int, operation: QueryOperation, shard: int, pages: PinnedPages, charge: Charge) -> None:
+        self.number = number
+        self.operation = operation
+        self.shard = shard
+        self.pages = pages
+        self.charge = charge
+        self.state = LeaseState.LIVE
+
+    @property
+    def live(self) -> bool:
+        """Whether it can still be consumed."""
+        return self.state is LeaseState.LIVE
+
+    def end(self) -> None:
+        """Give pages and bytes back."""
+        assert self.state is not LeaseState.ENDED, "a lease ended twice"
+        self.state = LeaseState.ENDED
+        self.pages.let_go()
+        if not self.charge.released:
+            self.charge.release()
+
+
+class Leases:
+    """All leases that have not ended, and what they pin.
+
+    Attributes:
+        live: leases that were neither consumed nor returned.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: Final[Callable[[], int]] = handle_numbers().__next__
+        self._leases: dict[int, Lease] = {}
+        self.live = 0
+        self.pinned_pages = 0
+        self.pinned_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    def find(self, number: int) -> Lease | None:
+        """The lease of that number, if it has not ended."""
+        return self._leases.get(number)
+
+    def grant(self, operation: QueryOperation, shard: int, pages: PinnedPages, charge: Charge) -> Lease:
+        """Make a lease on pages that are pinned and bytes that are charged."""
+        lease = Lease(self._numbers(), operation, shard, pages, charge)
+        self._leases[lease.number] = lease
+        operation.leases[lease] = None
+        self.live += 1
+        self.pinned_pages += pages.count
+        self.pinned_bytes += charge.bytes
+        return lease
+
+    def consume(self, lease: Lease) -> None:
+        """Bind a live lease to a restore."""
+        assert lease.live, "a lease was consumed twice"
+        lease.state = LeaseState.CONSUMED
+        self.live -= 1
+
+    def end(self, lease: Lease) -> None:
+        """End a lease, used or not."""
+        if lease.live:
+            self.live -= 1
+        lease.end()
+        del self._leases[lease.number]
+        del lease.operation.leases[lease]
+        self.pinned_pages -= lease.pages.count
+        self.pinned_bytes -= lease.charge.bytes

@@ -1,0 +1,108 @@
+"""One query: its states, and which follows which.
+
+    none       waits for a place or for bytes; holds nothing
+    preparing  bytes are reserved, pages are being brought together
+    ready      pages are pinned and leased
+    restoring  a lease was consumed; copies may run
+    drained    all its copies ended
+    retired    it holds nothing
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import TYPE_CHECKING, Final
+
+from orbitkv.protocol.messages import GroupHashes, Nothing, Ready, RecordRef
+
+if TYPE_CHECKING:
+    from orbitkv_agent.loop import Timer
+    from orbitkv_agent.queries.leases import Lease
+    from orbitkv_agent.sessions.instances import Instance, Registration
+    from orbitkv_agent.sessions.session import Session
+
+
+class State(StrEnum):
+    """See the module."""
+
+    NONE = "none"
+    PREPARING = "preparing"
+    READY = "ready"
+    RESTORING = "restoring"
+    DRAINED = "drained"
+    RETIRED = "retired"
+
+
+_NEXT: Final[dict[State, frozenset[State]]] = {
+    State.NONE: frozenset({State.PREPARING, State.RETIRED}),
+    State.PREPARING: frozenset({State.READY, State.RETIRED}),
+    State.READY: frozenset({State.RESTORING, State.RETIRED}),
+    State.RESTORING: frozenset({State.DRAINED}),
+    State.DRAINED: frozenset({State.RETIRED}),
+    State.RETIRED: frozenset(),
+}
+
+
+class QueryOperation:
+    """An operation of one session at one revision.
+
+    Attributes:
+        number, revision: the client's.
+        hashes: what was asked for, by group.
+        proving: the registration whose proof pages were asked for, or None for the store's.
+        admitted: it has a place among the outstanding operations.
+        ticket: its turn, while it waits.
+        bytes_hint: what it needed when it was tried last, 0 if it was not.
+        record: word that tells the client when there is an answer; it exists only while the answer is "loading".
+        answer: what to tell the client, once known.
+        leases: those that have not ended.
+    """
+
+    __slots__ = (
+        "admitted",
+        "answer",
+        "bytes_hint",
+        "hash_bytes_held",
+        "hashes",
+        "instance",
+        "leases",
+        "number",
+        "proving",
+        "record",
+        "revision",
+        "session",
+        "state",
+        "ticket",
+        "timer",
+    )
+
+    def __init__(
+        self,
+        session: Session,
+        instance: Instance,
+        number: int,
+        revision: int,
+        hashes: list[GroupHashes],
+        proving: Registration | None,
+    ) -> None:
+        self.session = session
+        self.instance = instance
+        self.number = number
+        self.revision = revision
+        self.hashes = hashes
+        self.proving = proving
+        self.state = State.NONE
+        self.admitted = False
+        self.ticket = 0
+        self.bytes_hint = 0
+        self.hash_bytes_held = 0
+        self.timer: Timer | None = None
+        self.record: RecordRef | None = None
+        self.answer: Ready | Nothing | None = None
+        self.leases: dict[Lease, None] = {}
+
+    def to(self, state: State) -> None:
+        """Move on. A step that is not in the table is a defect and raises AssertionError."""
+        if state not in _NEXT[self.state]:
+            raise AssertionError(f"query {self.number}: {self.state} is not followed by {state}")
+        self.state = state

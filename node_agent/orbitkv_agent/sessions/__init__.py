@@ -1,0 +1,1 @@
+"""Sockets, authentication, liveness and registration."""

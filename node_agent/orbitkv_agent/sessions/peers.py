@@ -1,0 +1,60 @@
+"""Who is on the other end of a connection, and whether that process still exists."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import struct
+from dataclasses import dataclass
+
+_SO_PEERPIDFD = 77  # Linux 6.5; not yet in Python's socket module
+_CREDENTIALS = struct.Struct("iII")
+
+
+@dataclass(frozen=True)
+class Peer:
+    """The process that connected.
+
+    Attributes:
+        pid: its number in this process's namespace, 0 if it has none here.
+        uid: its user.
+        pidfd: becomes readable when the process exited; owned by whoever holds the `Peer`. None where the kernel cannot
+            give one: then its exit cannot be observed.
+    """
+
+    pid: int
+    uid: int
+    pidfd: int | None
+
+    def exited(self) -> bool:
+        """Whether the process is known to have exited. Not knowing is False."""
+        if self.pidfd is None:
+            return False
+        poll = select.poll()
+        poll.register(self.pidfd, select.POLLIN)
+        return bool(poll.poll(0))
+
+    def close(self) -> None:
+        """Close the pidfd."""
+        if self.pidfd is not None:
+            os.close(self.pidfd)
+
+
+def peer_of(connection: socket.socket) -> Peer:
+    """Return the process that called `connect`. It may be gone, and a forked child may use the connection."""
+    size = _CREDENTIALS.size
+    pid, uid, _gid = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    return Peer(pid, uid, _pidfd(connection, pid))
+
+
+def _pidfd(connection: socket.socket, pid: int) -> int | None:
+    with contextlib.suppress(OSError):
+        return connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+    if pid > 0:
+        # Before Linux 6.5. The number may have been given to another process since `connect`; then the wrong process is
+        # watched, and memory is held for too long, never for too short a time.
+        with contextlib.suppress(OSError):
+            return os.pidfd_open(pid)
+    return None

@@ -1,0 +1,272 @@
+"""One connection: its frames, its process, and what it holds.
+
+    OPEN       requests are served
+    LINGERING  the stream ended; copies that its process may still be making keep their memory
+    CLOSED     the process said goodbye, exited, or held nothing
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import socket
+from collections import deque
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import TYPE_CHECKING, Final
+
+from orbitkv.protocol import framing
+from orbitkv.protocol.errors import ErrorKind
+from orbitkv.protocol.messages import Refusal, Reply
+from orbitkv.protocol.records import Header, RecordWriter
+
+from orbitkv_agent.guards import guard
+from orbitkv_agent.loop import Loop
+from orbitkv_agent.sessions.peers import Peer
+
+if TYPE_CHECKING:
+    from orbitkv_agent.queries.operations import QueryOperation
+    from orbitkv_agent.sessions.instances import Registration
+    from orbitkv_agent.transfers.restores import Restore
+    from orbitkv_agent.transfers.saves import Save
+
+logger = logging.getLogger(__name__)
+
+RECEIVE_BYTES: Final = 1 << 16
+"""Read at a time, so that one session cannot keep the loop for long."""
+MAX_WAITING_BYTES: Final = 8 << 20
+"""Replies that a client may leave unread before its stream is closed."""
+_LAST_READS: Final = 64
+"""Reads of what a process left in the socket when it exited."""
+
+
+class SessionState(Enum):
+    """See the module."""
+
+    OPEN = "open"
+    LINGERING = "lingering"
+    CLOSED = "closed"
+
+
+class SessionEvents:
+    """What a session reports to its owner."""
+
+    def frame(self, session: Session, sequence: int, body: bytes | memoryview) -> None:
+        """A whole frame came."""
+        raise NotImplementedError
+
+    def stream_ended(self, session: Session, reason: str) -> None:
+        """No request comes any more, and no reply can be sent. `reason` is one word for the metrics, or ""."""
+        raise NotImplementedError
+
+    def closed(self, session: Session) -> None:
+        """No copy of the session's process runs any more."""
+        raise NotImplementedError
+
+
+class Session:
+    """A connection and what hangs on it.
+
+    Attributes:
+        epoch: number of the session within this boot of the agent.
+        namespace: cache namespace, once `open`.
+        client: the client's own name, for people.
+        records, hint_fd: shared with the client, once `open`.
+        operations: query operations by the client's number.
+        registrations, saves, restores: by the agent's number.
+        arenas: ids of the arenas whose descriptors were passed to the client and not reported unmapped.
+        retired_arenas: those among them that the client should unmap.
+    """
+
+    def __init__(self, connection: socket.socket, peer: Peer, epoch: int, loop: Loop, events: SessionEvents) -> None:
+        self.peer = peer
+        self.epoch = epoch
+        self.state = SessionState.OPEN
+        self.namespace: str | None = None
+        self.client = ""
+        self.records: RecordWriter | None = None
+        self.hint_fd = -1
+        self.operations: dict[int, QueryOperation] = {}
+        self.registrations: dict[int, Registration] = {}
+        self.saves: dict[int, Save] = {}
+        self.restores: dict[int, Restore] = {}
+        self.arenas: set[int] = set()
+        self.retired_arenas: set[int] = set()
+        self.last_heard = loop.now()
+        self._loop = loop
+        self._events = events
+        self._socket = connection
+        self._reader = framing.FrameReader(framing.MAX_HELLO_BYTES)
+        self._outbox: deque[tuple[memoryview, Sequence[int]]] = deque()
+        self._outbox_bytes = 0
+        connection.setblocking(False)
+        loop.watch(connection.fileno(), select.EPOLLIN, self._on_socket)
+        if peer.pidfd is not None:
+            loop.watch(peer.pidfd, select.EPOLLIN, self._on_exit)
+
+    def __str__(self) -> str:
+        return f"session {self.epoch} ({self.client or 'unnamed'}, pid {self.peer.pid})"
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the handshake is done and requests are served."""
+        return self.state is SessionState.OPEN and self.namespace is not None
+
+    def open(self, namespace: str, client: str) -> RecordWriter:
+        """Accept the handshake; return the records that the client will read."""
+        self.namespace = namespace
+        self.client = client
+        self.records = RecordWriter()
+        self.hint_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._reader.max_bytes = framing.MAX_FRAME_BYTES
+        return self.records
+
+    # ----------------------------------------------------------------------------------------------------------- output
+
+    def reply(self, sequence: int, message: Reply, descriptors: Sequence[int] = ()) -> None:
+        """Send the reply to request `sequence`; nothing is sent for 0, nor when the stream has ended.
+
+        `descriptors` need to live only until this returns.
+        """
+        if sequence and self.state is SessionState.OPEN:
+            self._send(framing.encode(message, sequence), descriptors)
+
+    def notify(self, counter: Header | None = None) -> None:
+        """Tell the client to look at its records, after advancing one of the session's counters if given."""
+        if self.records is None or self.state is not SessionState.OPEN:
+            return
+        if counter is not None:
+            self.records.bump(counter)
+        with contextlib.suppress(BlockingIOError):  # a client that fills the eventfd misses hints, not records
+            os.eventfd_write(self.hint_fd, 1)
+
+    def refuse_stream(self, kind: ErrorKind, message: str, sequence: int = 0) -> None:
+        """Send a last refusal if it fits, without waiting. With sequence 0 it refuses the connection as such."""
+        with contextlib.suppress(OSError):
+            self._socket.send(framing.encode(Refusal(kind, message), sequence), socket.MSG_NOSIGNAL)
+
+    def _send(self, frame: bytearray, descriptors: Sequence[int]) -> None:
+        if not self._outbox:
+            try:
+                sent = framing.send_with_descriptors(self._socket, frame, list(descriptors))
+            except BlockingIOError:
+                sent = 0
+            except OSError as error:  # the peer is gone, or too many descriptors are on their way to it
+                logger.info("%s: sending failed: %s", self, error.strerror)
+                self.end_stream()
+                return
+            if sent == len(frame):
+                return
+            rest = memoryview(frame)[sent:]
+            if sent:
+                descriptors = ()
+            self._loop.change(self._socket.fileno(), select.EPOLLIN | select.EPOLLOUT)
+        else:
+            rest = memoryview(frame)
+        # What waits must survive its owner, so descriptors are duplicated for the wait.
+        self._outbox.append((rest, [os.dup(fd) for fd in descriptors]))
+        self._outbox_bytes += len(rest)
+        if self._outbox_bytes > MAX_WAITING_BYTES:
+            logger.warning("%s: closed, because it left %d bytes of replies unread", self, self._outbox_bytes)
+            self.end_stream("not-reading")
+
+    def _flush(self) -> None:
+        while self._outbox:
+            rest, descriptors = self._outbox[0]
+            try:
+                sent = framing.send_with_descriptors(self._socket, rest, list(descriptors))  # type: ignore[arg-type]
+            except BlockingIOError:
+                return
+            except OSError as error:
+                logger.info("%s: sending failed: %s", self, error.strerror)
+                self.end_stream()
+                return
+            for fd in descriptors:
+                os.close(fd)
+            self._outbox_bytes -= sent
+            if sent < len(rest):
+                self._outbox[0] = (rest[sent:], ())
+                return
+            self._outbox.popleft()
+        self._loop.change(self._socket.fileno(), select.EPOLLIN)
+
+    # ------------------------------------------------------------------------------------------------------------ input
+
+    def _on_socket(self, events: int) -> None:
+        if events & select.EPOLLOUT:
+            self._flush()
+        if events & (select.EPOLLIN | select.EPOLLHUP | select.EPOLLERR) and self.state is SessionState.OPEN:
+            self._read()
+
+    def _read(self) -> bool:
+        """Take one piece of input; return whether there may be more."""
+        try:
+            data = self._socket.recv(RECEIVE_BYTES)  # recv, not recvmsg: descriptors that a client sends are dropped
+        except BlockingIOError:
+            return False
+        except OSError:
+            data = b""
+        if not data:
+            self.end_stream()
+            return False
+        self.last_heard = self._loop.now()
+        try:
+            frames = self._reader.feed(data)
+        except framing.FrameError as error:
+            logger.warning("%s: closed, because it sent %s", self, error)
+            self.refuse_stream(ErrorKind.INVALID, f"the connection is closed, because the agent received {error}")
+            self.end_stream("frame")
+            return False
+        for sequence, body in frames:
+            self._events.frame(self, sequence, body)
+            if self.state is not SessionState.OPEN:
+                return False
+        return True
+
+    def _on_exit(self, _events: int) -> None:
+        for _ in range(_LAST_READS):
+            if self.state is not SessionState.OPEN or not self._read():
+                break
+        self.close()
+
+    # --------------------------------------------------------------------------------------------------------- lifetime
+
+    @property
+    def holds_memory(self) -> bool:
+        """Whether its process may still be touching arenas."""
+        return bool(self.saves or self.restores or self.arenas)
+
+    def end_stream(self, reason: str = "") -> None:
+        """Stop serving. What the process may still be copying stays held until it is known to have ended."""
+        if self.state is not SessionState.OPEN:
+            return
+        self.state = SessionState.LINGERING
+        self._loop.forget(self._socket.fileno())
+        self._socket.close()
+        for _, descriptors in self._outbox:
+            for fd in descriptors:
+                os.close(fd)
+        self._outbox.clear()
+        self._outbox_bytes = 0
+        self._events.stream_ended(self, reason)
+        # The end of a stream proves nothing about the copies of the process that had it.
+        if not self.holds_memory or not guard("held-copies"):
+            self.close()
+        elif self.peer.pidfd is None:
+            logger.warning("%s: its exit cannot be observed here; what it mapped stays held", self)
+
+    def close(self) -> None:
+        """End everything: its process exited, or said that it copies nothing any more."""
+        self.end_stream()
+        if self.state is SessionState.CLOSED:
+            return
+        self.state = SessionState.CLOSED
+        self._events.closed(self)
+        if self.peer.pidfd is not None:
+            self._loop.forget(self.peer.pidfd)
+            self.peer.close()
+        if self.records is not None:
+            self.records.destroy()
+            os.close(self.hint_fd)

@@ -1,0 +1,1 @@
+"""The page pool, the index and retention."""

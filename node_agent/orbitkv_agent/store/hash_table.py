@@ -1,0 +1,184 @@
+"""The hash table of the index: vectorised, without Python objects for each key, and growing a few buckets at a time."""
+
+from __future__ import annotations
+
+import secrets
+import struct
+
+import numpy as np
+import numpy.typing as npt
+
+from orbitkv_agent.store.memory import lazy_zeros
+
+KEY_BYTES = 32
+"""Room for one engine hash; shorter ones are padded with zeros."""
+
+KEY_WORDS = KEY_BYTES // 8
+_SLOTS = 4  # of a bucket: half a cache line
+_INDEX_BITS = 28
+_INDEX_MASK = (1 << _INDEX_BITS) - 1
+_TAG_SHIFT = np.uint64(29)  # a tag is the top 35 bits of the hash, so that tag and index fill a positive int64
+_TAG_TOP = 1 << 34  # set in every tag: an empty slot (0) then matches none
+_MASK64 = (1 << 64) - 1
+_FIRST_BUCKETS = 1 << 10
+_unpack_words = struct.Struct(f"<{KEY_WORDS}Q").unpack_from
+
+MAX_ENTRIES = 1 << _INDEX_BITS
+
+Keys = npt.NDArray[np.uint64]
+"""Engine hashes as rows of four 64-bit words, shape (n, 4)."""
+
+Indices = npt.NDArray[np.int64]
+
+
+class HashTable:
+    """Maps (owner, key) to an entry index in 1..MAX_ENTRIES-1; 0 stands for none.
+
+    Keys and owners are not kept here: `keys` and `owners` are columns of the entry table, row by entry index, and are
+    compared in full by every look-up. A slot is one int64, (tag << 28 | index); four slots make a bucket; what finds
+    its bucket full goes to a list of its own (well under one entry in a hundred).
+
+    Linear hashing: each insertion splits a few buckets, so the table grows in place and in step with its contents, and
+    there is no moment at which millions of entries move. It does not shrink.
+
+    The hash is multiply-add with secret odd factors: nobody outside can choose keys that collide.
+    """
+
+    def __init__(self, keys: Keys, owners: npt.NDArray[np.uint32], *, factors: tuple[int, ...] | None = None) -> None:
+        self._keys = keys
+        self._owners = owners
+        self._factors = factors or tuple(secrets.randbits(64) | 1 for _ in range(KEY_WORDS + 1))
+        self._key_factors = np.array(self._factors[:KEY_WORDS], np.uint64)
+        self._owner_factor = self._factors[KEY_WORDS]
+        self._max_buckets = max(_FIRST_BUCKETS, 3 * len(keys) // 2)
+        self._slots: npt.NDArray[np.int64] = lazy_zeros((self._max_buckets, _SLOTS), np.int64)
+        self._scalar_slots = memoryview(self._slots).cast("B").cast("q")
+        self._spilled: npt.NDArray[np.bool_] = lazy_zeros(self._max_buckets, np.bool_)  # buckets with a list in _spills
+        self._spills: dict[int, list[int]] = {}
+        self._half = _FIRST_BUCKETS  # buckets at the start of the current round of splits; a power of two
+        self._buckets = _FIRST_BUCKETS
+        self.count = 0
+
+    @property
+    def spilled(self) -> int:
+        """Buckets that have more entries than slots."""
+        return len(self._spills)
+
+    def find_one(self, blob: bytes, offset: int, owner: int) -> int:
+        """Entry of the key at `offset` in `blob` (padded keys of KEY_BYTES), or 0."""
+        a, b, c, d = _unpack_words(blob, offset)
+        f = self._factors
+        tag = ((a * f[0] + b * f[1] + c * f[2] + d * f[3] + owner * f[4]) & _MASK64) >> 29 | _TAG_TOP
+        bucket = tag & (2 * self._half - 1)
+        if bucket >= self._buckets:
+            bucket -= self._half
+        slots = self._scalar_slots[bucket * _SLOTS : bucket * _SLOTS + _SLOTS].tolist()
+        if self._spills:
+            slots += self._spills.get(bucket, ())
+        for slot in slots:
+            if slot >> _INDEX_BITS == tag:
+                index: int = slot & _INDEX_MASK
+                if self._owners[index] == owner and self._keys[index].tobytes() == blob[offset : offset + KEY_BYTES]:
+                    return index
+        return 0
+
+    def find(self, keys: Keys, owner: int) -> Indices:
+        """Entries of `keys`, shape (n,); 0 where there is none."""
+        tags, buckets = self._address(keys, np.uint64(owner * self._owner_factor & _MASK64))
+        slots = self._slots.take(buckets, axis=0)
+        # What remains is the bare index where the tags are equal, and something larger than any index elsewhere.
+        slots ^= (tags << _INDEX_BITS)[:, None]
+        found: Indices = slots.min(axis=1)
+        found[found > _INDEX_MASK] = 0
+        right = (self._keys.take(found, axis=0) == keys).all(axis=1)
+        right &= self._owners.take(found) == owner
+        if not right.all():
+            wrong = np.flatnonzero(~right)
+            # Absent, unless hidden by a smaller index under the same tag or beyond the slots of its bucket.
+            doubtful = wrong[(found[wrong] != 0) | self._spilled[buckets[wrong]]]
+            found[wrong] = 0
+            blob = keys[doubtful].tobytes()
+            for position, row in enumerate(doubtful.tolist()):
+                found[row] = self.find_one(blob, position * KEY_BYTES, owner)
+        return found
+
+    def insert(self, entries: Indices) -> None:
+        """Add distinct entries whose keys the table does not hold, with key and owner from the columns."""
+        self.count += len(entries)
+        self._grow()
+        tags, buckets = self._address_entries(entries)
+        self._place(buckets, tags << _INDEX_BITS | entries)
+
+    def remove(self, entries: Indices) -> None:
+        """Remove distinct entries; their key and owner must still be in the columns."""
+        tags, buckets = self._address_entries(entries)
+        matches = (self._slots[buckets] & _INDEX_MASK) == entries[:, None]
+        column = matches.argmax(axis=1)
+        placed = matches[np.arange(len(entries)), column]
+        self._slots[buckets[placed], column[placed]] = 0
+        spilt = tags[~placed] << _INDEX_BITS | entries[~placed]
+        for bucket, slot in zip(buckets[~placed].tolist(), spilt.tolist(), strict=True):
+            rest = self._spills[bucket]
+            rest.remove(slot)
+            if not rest:
+                del self._spills[bucket]
+                self._spilled[bucket] = False
+        self.count -= len(entries)
+
+    def _place(self, buckets: Indices, slots: Indices) -> None:
+        """Write each slot into its bucket: the r-th of this batch for one bucket takes its r-th empty place."""
+        order = np.argsort(buckets, kind="stable")
+        buckets, slots = buckets[order], slots[order]
+        positions = np.arange(len(buckets))
+        first = np.ones(len(buckets), np.bool_)
+        np.not_equal(buckets[1:], buckets[:-1], out=first[1:])
+        rank = positions - np.maximum.accumulate(np.where(first, positions, 0))
+        empty = self._slots[buckets] == 0
+        wanted = empty & (np.cumsum(empty, axis=1) == rank[:, None] + 1)
+        column = wanted.argmax(axis=1)
+        placed = wanted[positions, column]
+        self._slots[buckets[placed], column[placed]] = slots[placed]
+        for bucket, slot in zip(buckets[~placed].tolist(), slots[~placed].tolist(), strict=True):
+            self._spills.setdefault(bucket, []).append(slot)
+            self._spilled[bucket] = True
+
+    def _address_entries(self, entries: Indices) -> tuple[Indices, Indices]:
+        return self._address(self._keys[entries], self._owners[entries] * np.uint64(self._owner_factor))
+
+    def _address(self, keys: Keys, salts: np.uint64 | npt.NDArray[np.uint64]) -> tuple[Indices, Indices]:
+        """Tag and bucket of each key; `salts` are the owners times their factor."""
+        hashed = keys @ self._key_factors
+        hashed += salts
+        hashed >>= _TAG_SHIFT
+        tags: Indices = hashed.view(np.int64)
+        tags |= _TAG_TOP
+        return tags, self._bucket(tags)
+
+    def _bucket(self, tags: Indices) -> Indices:
+        buckets = tags & (2 * self._half - 1)
+        buckets -= (buckets >= self._buckets) * np.int64(self._half)
+        return buckets
+
+    def _grow(self) -> None:
+        """Split buckets, in order, until there are three for every two entries."""
+        wanted = min(3 * self.count // 2, self._max_buckets) - self._buckets
+        while wanted > 0:
+            split = self._buckets - self._half
+            count = min(wanted, self._half - split)
+            old = self._slots[split : split + count]
+            moves = (old >> _INDEX_BITS & self._half) != 0
+            self._slots[self._buckets : self._buckets + count] = np.where(moves, old, 0)
+            old[moves] = 0
+            self._buckets += count
+            spilt = split + np.flatnonzero(self._spilled[split : split + count])
+            if len(spilt):
+                self._place_again(spilt)
+            wanted -= count
+            if self._buckets == 2 * self._half:
+                self._half = self._buckets
+
+    def _place_again(self, buckets: Indices) -> None:
+        """After a split there is room for what had spilled."""
+        self._spilled[buckets] = False
+        slots = np.array([slot for bucket in buckets.tolist() for slot in self._spills.pop(bucket)], np.int64)
+        self._place(self._bucket(slots >> _INDEX_BITS), slots)

@@ -1,0 +1,307 @@
+"""What is cached: key spaces, their groups, and the table of entries."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import numpy as np
+import numpy.typing as npt
+
+from orbitkv_agent.store.access_log import Entries
+from orbitkv_agent.store.hash_table import KEY_BYTES, KEY_WORDS, MAX_ENTRIES, HashTable, Indices, Keys
+from orbitkv_agent.store.memory import lazy_zeros
+from orbitkv_agent.store.namespaces import Namespace
+
+MAX_GROUPS = 1 << 16
+MAX_SHARDS = 64
+
+_OFFSET_BITS = 32  # of a place: arena id << 32 | unit in the arena
+
+
+class EntryTable:
+    """One row an entry, as columns indexed by entry; row 0 stands for "none" and stays zero.
+
+    An entry is one engine hash of one group of one key space, with one page a shard. Columns are sized for the most
+    entries that the pool can hold and cost memory only where rows were used.
+    """
+
+    def __init__(self, max_entries: int) -> None:
+        self.capacity = min(max_entries, MAX_ENTRIES - 1)
+        rows = self.capacity + 1
+        self.keys: npt.NDArray[np.uint64] = lazy_zeros((rows, KEY_WORDS), np.uint64)
+        """Engine hash, padded with zeros."""
+        self.owner: npt.NDArray[np.uint32] = lazy_zeros(rows, np.uint32)
+        """Number of the group it belongs to; 0 for a free row."""
+        self.visible: npt.NDArray[np.uint32] = lazy_zeros(rows, np.uint32)
+        """The same while every shard's page is committed, otherwise 0: one comparison finds both out."""
+        self.generation: npt.NDArray[np.uint32] = lazy_zeros(rows, np.uint32)
+        """Rises each time that the row becomes free."""
+        self.pins: npt.NDArray[np.int32] = lazy_zeros(rows, np.int32)
+        """Leases that hold the entry."""
+        self.pending: npt.NDArray[np.uint8] = lazy_zeros(rows, np.uint8)
+        """Shards that are reserved and not committed."""
+        self.committed: npt.NDArray[np.uint8] = lazy_zeros(rows, np.uint8)
+        """Shards that are committed."""
+        self.units: npt.NDArray[np.int32] = lazy_zeros(rows, np.int32)
+        """4 KiB units of all its pages, reserved ones included."""
+        self.retention: npt.NDArray[np.uint8] = lazy_zeros(rows, np.uint8)
+        """RetentionClass."""
+        self.last_tick: npt.NDArray[np.int64] = lazy_zeros(rows, np.int64)
+        """When it was last used; 0 while no access log mentions it."""
+        self._places: list[npt.NDArray[np.int64] | None] = [None] * MAX_SHARDS
+        self._free: npt.NDArray[np.int32] = lazy_zeros(rows, np.int32)
+        self._free_count = 0
+        self._fresh = 1  # rows from here on were never used
+        self._next_tick = 1
+
+    @property
+    def rows_used(self) -> int:
+        """Rows below this one were in use at some time."""
+        return self._fresh
+
+    @property
+    def available(self) -> int:
+        """How many entries can be added."""
+        return self._free_count + self.capacity + 1 - self._fresh
+
+    def places(self, shard: int) -> npt.NDArray[np.int64]:
+        """Column of the pages' places for a shard (see `place_of`): 0 none, negated while reserved, positive once committed."""
+        column = self._places[shard]
+        if column is None:
+            column = self._places[shard] = lazy_zeros(self.capacity + 1, np.int64)
+        return column
+
+    def take_rows(self, count: int) -> Indices:
+        """Take `count` free rows, ascending and in long runs where possible: neighbours in a prefix make fast look-ups."""
+        reused = min(count, self._free_count)
+        self._free_count -= reused
+        rows = np.empty(count, np.int64)
+        rows[:reused] = self._free[self._free_count : self._free_count + reused]
+        rows[:reused].sort()
+        rows[reused:] = np.arange(self._fresh, self._fresh + count - reused)
+        self._fresh += count - reused
+        return rows
+
+    def free_rows(self, rows: Indices) -> None:
+        """Clear rows and make them available; handles to them are stale from now on."""
+        self.owner[rows] = 0
+        self.visible[rows] = 0
+        self.generation[rows] += 1
+        self.pending[rows] = 0
+        self.committed[rows] = 0
+        self.units[rows] = 0
+        self.retention[rows] = 0
+        self.last_tick[rows] = 0
+        self._free[self._free_count : self._free_count + len(rows)] = rows
+        self._free_count += len(rows)
+
+    def touch(self, entries: Entries) -> npt.NDArray[np.int64]:
+        """Give entries new ticks, ascending in their order, and return these. Of an entry named twice the last one holds."""
+        ticks = np.arange(self._next_tick, self._next_tick + len(entries), dtype=np.int64)
+        self._next_tick += len(entries)
+        self.last_tick[entries] = ticks
+        return ticks
+
+
+class Group:
+    """One KV cache group of a key space. Page sizes are those of its shards, fixed by each shard's first reservation."""
+
+    def __init__(self, key_space: KeySpace, number: int, owner: int) -> None:
+        self.key_space = key_space
+        self.number = number
+        self.owner = owner
+        self.entries = 0
+        self.page_bytes = [0] * key_space.shards
+        self.page_units = [0] * key_space.shards
+        self.pages = [0] * key_space.shards
+
+
+class KeySpace:
+    """Keys that may match each other: one model identity in one cache namespace, at one key and reset generation.
+
+    Made by `PageCache.open_key_space`. An entry is complete when `shards` pages are committed. Hashes are `hash_bytes`
+    long. Once `closed`, it finds nothing and takes nothing.
+    """
+
+    def __init__(
+        self,
+        index: Index,
+        namespace: Namespace,
+        identity: Hashable,
+        key_generation: Hashable,
+        shards: int,
+        hash_bytes: int,
+    ) -> None:
+        self.namespace = namespace
+        self.identity = identity
+        self.key_generation = key_generation
+        self.reset_generation = namespace.reset_generation
+        self.shards = shards
+        self.hash_bytes = hash_bytes
+        self.closed = False
+        self.groups: dict[int, Group] = {}
+        self._index = index
+
+    def group(self, number: int) -> Group:
+        """The group of this number, made if there was none. Raises ValueError once closed."""
+        group = self.groups.get(number)
+        if group is None:
+            if self.closed:
+                raise ValueError("This key space was dropped: open it again.")
+            group = self.groups[number] = self._index.add_group(self, number)
+        return group
+
+    def padded(self, blob: bytes) -> bytes:
+        """Hashes one after another, each padded to KEY_BYTES. Raises ValueError if the length is no multiple of theirs."""
+        if self.hash_bytes == KEY_BYTES and len(blob) % KEY_BYTES == 0:
+            return blob
+        count, rest = divmod(len(blob), self.hash_bytes)
+        if rest:
+            raise ValueError(f"{len(blob)} bytes are not a whole number of hashes of {self.hash_bytes} bytes.")
+        keys = np.zeros((count, KEY_BYTES), np.uint8)
+        keys[:, : self.hash_bytes] = np.frombuffer(blob, np.uint8).reshape(count, self.hash_bytes)
+        return keys.tobytes()
+
+    def lookup_run(self, group: int, blob: bytes) -> Entries:
+        """Entries of the longest leading run of complete pages, shape (run,), for the hashes in `blob`. Changes nothing."""
+        known = self.groups.get(group)
+        if known is None or self.closed:
+            return np.zeros(0, np.int32)
+        return self._index.lookup_run(known, self.padded(blob))
+
+    def hashes(self, entries: Entries | Indices) -> list[bytes]:
+        """Engine hashes of entries of this key space."""
+        blob = self._index.entries.keys[entries].tobytes()
+        return [blob[start : start + self.hash_bytes] for start in range(0, len(blob), KEY_BYTES)]
+
+
+class Index:
+    """Finds entries by key. Group numbers (owners) are reused only when no entry carries them any more."""
+
+    def __init__(self, max_entries: int) -> None:
+        self.entries = EntryTable(max_entries)
+        self.groups: list[Group | None] = [None]
+        self._table = HashTable(self.entries.keys, self.entries.owner)
+        self._free_owners: list[int] = []
+        self.closed: npt.NDArray[np.bool_] = np.zeros(MAX_GROUPS, np.bool_)
+        """By owner: whether its key space was dropped."""
+
+    @property
+    def count(self) -> int:
+        """Entries that exist, complete or not."""
+        return self._table.count
+
+    def add_group(self, key_space: KeySpace, number: int) -> Group:
+        """Register a group. Raises OverflowError when there are too many."""
+        if self._free_owners:
+            owner = self._free_owners.pop()
+        elif len(self.groups) < MAX_GROUPS:
+            owner = len(self.groups)
+            self.groups.append(None)
+        else:
+            raise OverflowError(f"The store already keeps {MAX_GROUPS - 1} groups of models: delete unused cache namespaces.")
+        group = self.groups[owner] = Group(key_space, number, owner)
+        self.closed[owner] = False
+        return group
+
+    def group_of(self, owner: int) -> Group:
+        """The group with this number."""
+        group = self.groups[owner]
+        assert group is not None
+        return group
+
+    def close(self, key_space: KeySpace) -> bool:
+        """Make a key space find nothing from now on. Returns whether entries of it are left to be released."""
+        key_space.closed = True
+        left = False
+        for group in key_space.groups.values():
+            self.closed[group.owner] = True
+            left |= group.entries > 0
+            self._forget_if_done(group)
+        return left
+
+    def lookup_run(self, group: Group, blob: bytes) -> Entries:
+        """See `KeySpace.lookup_run`; `blob` holds padded hashes.
+
+        Pages saved together have neighbouring rows, so one look-up finds where a run starts and comparing memory finds
+        where it ends. Where runs are short, one vectorised look-up takes over.
+        """
+        count = len(blob) // KEY_BYTES
+        visible, owner = self.entries.visible, group.owner
+        runs: list[tuple[int, int]] = []
+        position = 0
+        while position < count:
+            if 8 * (len(runs) - 4) > position:
+                keys = np.frombuffer(blob, np.uint64, offset=position * KEY_BYTES).reshape(-1, KEY_WORDS)
+                found = self._table.find(keys, owner)
+                hit = visible[found] == owner
+                tail = found if hit.all() else found[: int(hit.argmin())]
+                return np.concatenate([*(_arange(*run) for run in runs), tail.astype(np.int32)])
+            first = self._table.find_one(blob, position * KEY_BYTES, owner)
+            if visible[first] != owner:
+                break
+            length = self._run_length(first, blob, position, count - position, owner)
+            runs.append((first, length))
+            position += length
+        if len(runs) == 1:
+            return _arange(*runs[0])
+        return np.concatenate([_arange(*run) for run in runs]) if runs else np.zeros(0, np.int32)
+
+    def find(self, group: Group, blob: bytes) -> Indices:
+        """Entries of padded hashes, whatever their state, shape (n,); 0 where there is none."""
+        return self._table.find(np.frombuffer(blob, np.uint64).reshape(-1, KEY_WORDS), group.owner)
+
+    def add(self, group: Group, keys: Keys) -> Indices:
+        """New entries for distinct keys that have none. The caller checks `entries.available`."""
+        rows = self.entries.take_rows(len(keys))
+        self.entries.keys[rows] = keys
+        self.entries.owner[rows] = group.owner
+        self._table.insert(rows)
+        group.entries += len(rows)
+        return rows
+
+    def remove(self, group: Group, entries: Indices) -> None:
+        """Remove entries of one group; their pages were released."""
+        self._table.remove(entries)
+        self.entries.free_rows(entries)
+        group.entries -= len(entries)
+        self._forget_if_done(group)
+
+    def _forget_if_done(self, group: Group) -> None:
+        if group.key_space.closed and group.entries == 0 and self.groups[group.owner] is group:
+            self.groups[group.owner] = None
+            self._free_owners.append(group.owner)
+
+    def _run_length(self, first: int, blob: bytes, position: int, limit: int, owner: int) -> int:
+        """How many of the next `limit` keys are complete entries in the rows from `first` on (at least the first is)."""
+        keys, visible = self.entries.keys, self.entries.visible
+        if limit > 1 and keys[first + 1 : first + 2].tobytes() != blob[(position + 1) * KEY_BYTES : (position + 2) * KEY_BYTES]:
+            return 1
+        limit = min(limit, len(keys) - first)
+        wanted = blob[position * KEY_BYTES : (position + limit) * KEY_BYTES]
+        states = visible[first : first + limit]
+        same_states = states.tobytes() == owner.to_bytes(4, "little") * limit
+        if same_states and keys[first : first + limit].tobytes() == wanted:
+            return limit
+        same = (keys[first : first + limit] == np.frombuffer(wanted, np.uint64).reshape(-1, KEY_WORDS)).all(axis=1)
+        same &= states == owner
+        return limit if same.all() else int(same.argmin())
+
+
+def place_of(arena_id: int, first_units: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Places of pages as one number each."""
+    return (arena_id << _OFFSET_BITS) + first_units
+
+
+def arena_ids_of(places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Arena ids of places."""
+    return places >> _OFFSET_BITS
+
+
+def units_of(places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """First units of places in their arenas."""
+    return places & ((1 << _OFFSET_BITS) - 1)
+
+
+def _arange(first: int, length: int) -> Entries:
+    return np.arange(first, first + length, dtype=np.int32)

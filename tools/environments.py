@@ -1,0 +1,100 @@
+"""The two environments that tests run in, and which part of the tree belongs to which.
+
+`dev` is .venv. `engine` is the environment of the real vLLM: only the connector's tests need it, and there OrbitKV is
+found on PYTHONPATH, as in an engine that it is injected into. Paths are relative to the root of the tree, where every
+command runs.
+"""
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from tools import engine_env
+
+Kind = Literal["dev", "engine"]
+
+ROOT = Path(__file__).resolve().parent.parent
+ENGINE_TESTS = "engine_plugins/orbitkv/vllm"
+
+PARTS: dict[str, str] = {
+    "protocol": "engine_plugins/orbitkv/protocol",
+    "client": "engine_plugins/orbitkv/client",
+    "node_agent": "node_agent",
+    "integration": "tests",
+    "tools": "tools",
+    "bench": "bench",
+    "vllm": ENGINE_TESTS,
+}
+"""Name of a part, as in `make test ONLY=`, to its folder."""
+
+
+class UnknownPartError(Exception):
+    """Neither a part nor a path in the tree."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Tests that one pytest process runs: the environment, and a path or test id."""
+
+    kind: Kind
+    path: str
+
+
+def select(only: str | None) -> list[Selection]:
+    """What to run for a part, a path or a test id (`path::test`); everything for None.
+
+    Raises UnknownPartError with the names that exist.
+    """
+    path = PARTS.get(only, only) if only else "."
+    place = (ROOT / path.split("::")[0]).resolve()
+    if not place.exists() or not place.is_relative_to(ROOT):
+        raise UnknownPartError(f"no part and no path is called {only!r}. Parts: {', '.join([*PARTS, 'guards'])}")
+    engine_tests = ROOT / ENGINE_TESTS
+    if place.is_relative_to(engine_tests):
+        return [Selection("engine", path)]
+    if engine_tests.is_relative_to(place):
+        return [Selection("dev", path), Selection("engine", ENGINE_TESTS)]
+    return [Selection("dev", path)]
+
+
+def pytest_command(kind: Kind) -> list[str]:
+    """The start of a command that runs pytest in an environment. Raises engine_env.SetUpError."""
+    if kind == "dev":
+        return [sys.executable, "-m", "pytest", f"--ignore={ENGINE_TESTS}"]
+    # Not ours to judge: what vLLM leaves behind when it is taken down.
+    return [str(engine_env.ensure()), "-m", "pytest", "-W", "default::pytest.PytestUnraisableExceptionWarning"]
+
+
+def variables(kind: Kind) -> dict[str, str]:
+    """The environment variables for a command in an environment."""
+    if kind == "dev":
+        return dict(os.environ)
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "engine_plugins"), str(ROOT)]),
+        "ORBITKV_AGENT_PYTHON": sys.executable,  # the agent of these tests is no part of the engine's environment
+    }
+
+
+def run_pytest(
+    kind: Kind, arguments: list[str], *, quiet: bool = False, extra: dict[str, str] | None = None
+) -> tuple[int, str]:
+    """Runs pytest; returns its exit code and, if quiet, its output, which otherwise goes to stdout as it comes.
+
+    `extra` are environment variables for this run alone. Raises engine_env.SetUpError.
+    """
+    done = subprocess.run(
+        [*pytest_command(kind), *arguments],
+        cwd=ROOT,
+        env={**variables(kind), **(extra or {})},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE if quiet else None,
+        stderr=subprocess.STDOUT if quiet else None,
+        text=True,
+        errors="replace",
+        check=False,
+    )
+    return done.returncode, done.stdout or ""
