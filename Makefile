@@ -22,10 +22,12 @@ engine: setup ## make the environment of the real vLLM (CPU): minutes, 6 GB, out
 	@$(python) -m tools.engine_env
 
 lint: setup ## style, types, and that generated pages are up to date
-	@$(python) -m ruff check .
-	@$(python) -m ruff format --check .
-	@$(python) -m mypy
-	@$(python) -m tools.generate --check
+	@status=0; \
+	$(python) -m ruff check . || status=1; \
+	$(python) -m ruff format --check . || status=1; \
+	$(python) -m mypy || status=1; \
+	$(python) -m tools.generate --check || status=1; \
+	exit $$status
 
 generate: setup ## write the pages and tables that are made from the code
 	@$(python) -m tools.generate

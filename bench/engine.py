@@ -2,15 +2,40 @@
 
 from __future__ import annotations
 
+import tempfile
+import time
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
 
 import numpy as np
 
-from orbitkv import BlockHashes, CacheManagerClient, GroupGeometry, HostAllocation, Instance, LayerRegion, Ranks, SaveStatus
+from orbitkv import (
+    BlockHashes,
+    CacheManagerClient,
+    GroupGeometry,
+    HostAllocation,
+    Instance,
+    LayerRegion,
+    Ranks,
+    SaveStatus,
+)
+from tools.harness.agent import AgentProcess
 
 SAVE_PAGES = 512
 """Pages in one save: as many as a large prefill step may bring."""
+
+
+@contextmanager
+def temporary_agent(pool: str, *, prefault: bool = True) -> Iterator[AgentProcess]:
+    """An agent of its own for one bench."""
+    with (
+        tempfile.TemporaryDirectory(prefix="orbitkv-bench-") as folder,
+        AgentProcess(Path(folder), pool=pool, prefault=prefault) as agent,
+    ):
+        yield agent
 
 
 class MemoryEngine:
@@ -33,14 +58,23 @@ class MemoryEngine:
         self.client.report_proof(self.registration, proven=True)
 
     def save(self, hashes: BlockHashes) -> None:
-        """Save pages under `hashes`, whatever their blocks hold, and wait until they are visible."""
+        """Save pages under `hashes`, whatever their blocks hold, and wait until all are visible.
+
+        Pages are dropped while the agent still prepares memory for them; those are saved again.
+        """
         blocks = np.arange(self.memory.shape[0])
+        deadline = time.monotonic() + 120
         for start in range(0, len(hashes), SAVE_PAGES):
             part = hashes[start : start + SAVE_PAGES]
-            handle = self.client.start_save(self.registration, [part], [np.resize(blocks, len(part))])
-            status = self.client.wait_save(handle, timeout=60)
-            if status is not SaveStatus.COMMITTED or handle.dropped:
-                raise RuntimeError(f"saving {len(part)} pages ended as {status.value}: {handle.error or handle.dropped}")
+            while True:
+                handle = self.client.start_save(self.registration, [part], [np.resize(blocks, len(part))])
+                status = self.client.wait_save(handle, timeout=60)
+                if status is SaveStatus.COMMITTED and not handle.dropped:
+                    break
+                if status is not SaveStatus.COMMITTED or time.monotonic() > deadline:
+                    raise RuntimeError(
+                        f"saving {len(part)} pages ended as {status.value}: {handle.error or handle.dropped}"
+                    )
 
     def close(self) -> None:
         """Leave the agent."""
@@ -49,7 +83,9 @@ class MemoryEngine:
     def __enter__(self) -> MemoryEngine:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
 

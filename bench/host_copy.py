@@ -9,10 +9,9 @@ import time
 
 import numpy as np
 
-from bench.engine import MemoryEngine, numbered_hashes
+from bench.engine import MemoryEngine, numbered_hashes, temporary_agent
 from bench.figures import Figure, say
 from orbitkv import QueryReady, RestoreStatus, SaveStatus
-from tools.harness.agent import temporary_agent
 
 PAGES = 512
 PAGE_BYTES = 36 * (64 << 10)
@@ -25,11 +24,17 @@ def run() -> list[Figure]:
     numbers = np.random.default_rng(1)
     copies, saves, restores = [], [], []
     total = PAGES * PAGE_BYTES
-    with temporary_agent(pool="4GiB") as agent, MemoryEngine(agent.socket, blocks=PAGES, block_bytes=PAGE_BYTES) as engine:
+    with (
+        temporary_agent(pool="4GiB") as agent,
+        MemoryEngine(str(agent.socket_path), blocks=PAGES, block_bytes=PAGE_BYTES) as engine,
+    ):
         client = engine.client
         # The baseline copies into memory of the same kind as the agent's: a shared mapping, faulted in.
         fd = os.memfd_create("bench")
         os.ftruncate(fd, total)
+        say("  the agent faults its memory in")
+        for turn in range(5):  # more than the pool holds
+            engine.save(numbered_hashes(PAGES, first=(100 + turn) * PAGES))
         with mmap.mmap(fd, total) as mapping:
             target = np.frombuffer(mapping, np.uint8).reshape(PAGES, PAGE_BYTES)
             target[:] = 1

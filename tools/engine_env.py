@@ -110,6 +110,11 @@ def build(folder: Path) -> None:
         raise SetUpError(f"vLLM was installed in {folder} but does not start:\n{check.stderr[-3000:]}")
 
 
+def starts(python: Path) -> bool:
+    """Whether an environment's Python starts; it does not once the interpreter that it was made from is gone."""
+    return python.exists() and subprocess.run([python, "-c", ""], check=False).returncode == 0
+
+
 def ensure() -> Path:
     """Returns the Python of the engine's environment; makes the environment first if it is not there.
 
@@ -123,7 +128,7 @@ def ensure() -> Path:
     if subprocess.run(packages, env={**os.environ, "PYTHON": sys.executable}, check=False).returncode != 0:
         raise SetUpError("Debian packages are missing, see above")
     with locked(folder.with_name(folder.name + ".lock")):
-        if not stamp.exists():
+        if not (stamp.exists() and starts(folder / "bin" / "python")):
             say(f"making the environment of the engine, {ENGINE}: once, some minutes, 6 GB, in {folder}")
             started = time.monotonic()
             shutil.rmtree(folder, ignore_errors=True)

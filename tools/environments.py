@@ -64,8 +64,9 @@ def pytest_command(kind: Kind) -> list[str]:
     """The start of a command that runs pytest in an environment. Raises engine_env.SetUpError."""
     if kind == "dev":
         return [sys.executable, "-m", "pytest", f"--ignore={ENGINE_TESTS}"]
-    # Not ours to judge: what vLLM leaves behind when it is taken down.
-    return [str(engine_env.ensure()), "-m", "pytest", "-W", "default::pytest.PytestUnraisableExceptionWarning"]
+    # What vLLM leaves behind when it is taken down is not ours to judge; and an engine takes up to a minute to start.
+    options = ["-W", "default::pytest.PytestUnraisableExceptionWarning", "--timeout=300"]
+    return [str(engine_env.ensure()), "-m", "pytest", *options]
 
 
 def variables(kind: Kind) -> dict[str, str]:

@@ -23,7 +23,7 @@ TESTS_FAILED = 1
 NO_TESTS = 5
 """pytest's exit code when it found no test."""
 
-GUARD_SECONDS = 60
+TEST_SECONDS: dict[Kind, int] = {"dev": 60, "engine": 300}
 """How long a test may take with its guard off. One that hangs instead of failing is stopped, and counts as failed."""
 
 
@@ -41,7 +41,7 @@ def run_without(guard: str, tests: list[str], kind: Kind, scratch: Path) -> str:
     """Runs the tests of a guard with the guard off. Returns what is wrong, or nothing if each of them failed."""
     report = scratch / "outcomes.json"
     report.unlink(missing_ok=True)
-    arguments = ["-q", "-p", "no:cacheprovider", f"--timeout={GUARD_SECONDS}"]
+    arguments = ["-q", "-p", "no:cacheprovider", f"--timeout={TEST_SECONDS[kind]}"]
     arguments += ["-p", "tools.pytest_guards", "--guard-report", str(report), "--guard", guard]
     arguments += sorted({test.split("::")[0] for test in tests})
     extra = {

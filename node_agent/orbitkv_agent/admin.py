@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import struct
 import time
 from types import TracebackType
-from typing import Final, Self, TypeVar, cast
+from typing import Final, Self, TypeVar
+
+import msgspec
 
 from orbitkv.protocol import framing
 from orbitkv.protocol.messages import (
@@ -22,7 +23,6 @@ from orbitkv.protocol.messages import (
     Status,
     Welcome,
 )
-
 from orbitkv_agent.observe.snapshot import Snapshot
 
 ANSWER_SECONDS: Final = 5.0
@@ -35,6 +35,25 @@ class AdminError(Exception):
 
 class NoAgentError(AdminError):
     """No agent listens on the socket."""
+
+
+def parse_status(body: bytes) -> Snapshot:
+    """Return what `AdminConnection.status` got.
+
+    Raises:
+        AdminError: the agent's release tells other things than this one.
+    """
+    try:
+        return msgspec.json.decode(body, type=Snapshot)
+    except msgspec.DecodeError as error:
+        raise AdminError(
+            f"the agent's state cannot be read, probably it is of another release ({error}): ask with --json"
+        ) from None
+
+
+def may_be_trusted(server: int, own: int) -> bool:
+    """Return whether user `own` may take what a process of user `server` says for an agent's words."""
+    return server in (own, 0) or own == 0
 
 
 class AdminConnection:
@@ -66,13 +85,13 @@ class AdminConnection:
     ) -> None:
         self._socket.close()
 
-    def status(self) -> Snapshot:
-        """Return the agent's state.
+    def status(self) -> bytes:
+        """Return the agent's state: the JSON of a `Snapshot` of the agent's release.
 
         Raises:
-            AdminError: the agent refuses, does not answer or speaks of something else.
+            AdminError: the agent refuses or does not answer.
         """
-        return cast(Snapshot, json.loads(self._ask(GetStatus(), Status).body))
+        return self._ask(GetStatus(), Status).body
 
     def configure(self, settings: ConfigureNamespace) -> None:
         """Set what a cache namespace may use.
@@ -102,9 +121,9 @@ class AdminConnection:
         """Speak only to an agent of this user or of root: any process can put a socket in a shared folder."""
         credentials = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("iII"))
         server = struct.unpack("iII", credentials)[1]
-        if os.getuid() not in (0, server) and server != 0:
+        if not may_be_trusted(server, os.getuid()):
             raise AdminError(
-                f"the process that listens on {self._path} belongs to user {server}: no agent of yours, nothing was sent"
+                f"the process that listens on {self._path} is user {server}'s: no agent of yours, nothing was sent"
             )
 
     def _ask(self, request: Request, expected: type[R]) -> R:

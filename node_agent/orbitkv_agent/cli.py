@@ -17,8 +17,7 @@ from typing import NoReturn
 
 from orbitkv.config import nearest_first
 from orbitkv.protocol.messages import ConfigureNamespace
-
-from orbitkv_agent.admin import AdminConnection, AdminError, NoAgentError
+from orbitkv_agent.admin import AdminConnection, AdminError, NoAgentError, parse_status
 from orbitkv_agent.config import AgentConfig, choices, describe_default
 from orbitkv_agent.config_sources import ConfigError, LoadedConfig, flag_name, load_config
 from orbitkv_agent.logs import set_up_logging
@@ -137,13 +136,8 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
     for sub in (serve, config):
         sub.flag("--config", "YAML file with settings; default: $ORBITKV_AGENT_CONFIG", "FILE")
         for name, field in AgentConfig.model_fields.items():
-            default = describe_default(AgentConfig, name)
-            values = "|".join(choices(AgentConfig, name))
-            sub.flag(
-                flag_name(name),
-                f"{field.description}" + (f" Default: {default}." if default else ""),
-                values or "VALUE",
-            )
+            about = f"{field.description} Default: {describe_default(AgentConfig, name)}."
+            sub.flag(flag_name(name), about, "|".join(choices(AgentConfig, name)) or "VALUE")
     status.switch("--json", "print the state as one JSON object")
     configure.add_argument("name", metavar="NAME", help='the cache namespace; "" is the one without a name')
     configure.flag("--quota", "most memory that its pages may take, or none for no limit", "SIZE")
@@ -178,10 +172,11 @@ def _serve(options: argparse.Namespace) -> int:
     logger.info("pool sized", extra={"pool_bytes": config.pool_bytes, "given_by": loaded.sources["pool"]})
 
     from orbitkv_agent.agent import Agent  # the other commands need none of it
+    from orbitkv_agent.sessions.server import SocketTakenError
 
     try:
         agent = Agent(config)
-    except OSError as error:  # the socket or an address cannot be had; the message names it
+    except (OSError, SocketTakenError) as error:  # a socket or an address cannot be had; the message names it
         return _fail(FAILED, str(error))
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: agent.request_stop())
@@ -194,11 +189,16 @@ def _config(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps({name: {"value": values[name], "source": loaded.sources[name]} for name in values}))
         return OK
-    rows = [(name, value if isinstance(value, str) else json.dumps(value)) for name, value in values.items()]
+    rows = [(name, _shown(value)) for name, value in values.items()]
     name_width, value_width = (max(len(row[column]) for row in rows) for column in (0, 1))
     for name, value in rows:
         print(f"{name:{name_width}}  {value:{min(value_width, 40)}}  {loaded.sources[name]}")
     return OK
+
+
+def _shown(value: object) -> str:
+    """Return a setting's value as it could be written on the command line; a dash where there is none."""
+    return "-" if value is None else value if isinstance(value, str) else json.dumps(value)
 
 
 def _socket_path(options: argparse.Namespace) -> str:
@@ -207,12 +207,12 @@ def _socket_path(options: argparse.Namespace) -> str:
 
 def _status(options: argparse.Namespace) -> int:
     with AdminConnection(_socket_path(options)) as agent:
-        snapshot = agent.status()
-    try:
-        print(json.dumps(snapshot) if options.json else render_status(snapshot))
-    except KeyError as error:
-        return _fail(FAILED, f"the agent is of another release, its state has no {error}: use --json")
-    return FAILED if snapshot["agent"]["draining"] else OK
+        body = agent.status()
+    if options.json:
+        print(body.decode())
+    else:
+        print(render_status(parse_status(body)))
+    return FAILED if json.loads(body)["agent"]["draining"] else OK
 
 
 def _configure(options: argparse.Namespace) -> int:
@@ -229,7 +229,7 @@ def _configure(options: argparse.Namespace) -> int:
     if problems:
         raise ConfigError(problems)
     with AdminConnection(path) as agent:
-        settings = _current(agent.status(), options.name)
+        settings = _current(parse_status(agent.status()), options.name)
         if options.quota is not None:
             settings.quota_bytes = quota
         if guaranteed is not None:

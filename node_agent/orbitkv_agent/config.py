@@ -7,9 +7,6 @@ import re
 from typing import Annotated, Any, Final, Literal, get_args, get_origin
 
 import yaml
-from orbitkv.config import ConfigError as PluginConfigError
-from orbitkv.config import check_namespace_options
-from orbitkv.protocol.geometry import PAGE_ALIGNMENT
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -19,6 +16,9 @@ from pydantic import (
     model_validator,
 )
 
+from orbitkv.config import ConfigError as PluginConfigError
+from orbitkv.config import check_namespace_options
+from orbitkv.protocol.geometry import PAGE_ALIGNMENT
 from orbitkv_agent.host_memory import memory_allowance
 from orbitkv_agent.quantity import format_quantity, parse_quantity
 
@@ -89,23 +89,29 @@ def _read_yaml_text(value: Any) -> Any:
         raise ValueError("must be a mapping in YAML or JSON") from None
 
 
+def _default(text: str) -> dict[str, Any]:
+    """State in words a default that is worked out, for the documentation."""
+    return {"default_text": text}
+
+
 class NamespaceSettings(BaseModel):
     """What one cache namespace may use, and what its engines are told."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
     quota: Annotated[Quantity, _at_least(0)] | None = Field(
-        None,
-        description="Most memory that its pages may take. Beyond it only its own pages are evicted. Default: no limit.",
+        default=None,
+        description="Most memory that its pages may take. Beyond it only its own pages are evicted.",
+        json_schema_extra=_default("no limit"),
     )
     guaranteed: Annotated[Quantity, _at_least(0)] = Field(
-        0, description="Memory within which only the namespace itself evicts its pages."
+        default=0, description="Memory within which only the namespace itself evicts its pages."
     )
     insert_class: Literal["probationary", "retained"] = Field(
-        "probationary",
+        default="probationary",
         description="Retention class of new pages: `probationary` ones leave first, until they are used again.",
     )
-    reset_generation: int = Field(0, ge=0, description="Raising it retires every page that was stored before.")
+    reset_generation: int = Field(default=0, ge=0, description="Raising it retires every page that was stored before.")
     options: Annotated[dict[str, Any], AfterValidator(_plugin_options)] = Field(
         default_factory=dict,
         description="Settings of the namespace's engines, by name; they are sent when an engine connects.",
@@ -133,25 +139,23 @@ def default_pool() -> int:
     return max(memory_allowance().size // 2, SMALLEST_POOL)
 
 
-def _default(text: str) -> dict[str, Any]:
-    """How the documentation states a default that is worked out."""
-    return {"default_text": text}
-
-
 class AgentConfig(BaseModel):
     """Everything that can be set on the agent. Times are milliseconds, sizes quantities."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
     socket_path: str = Field(
-        "",
+        default="",
         min_length=1,
         max_length=107,
         description="Unix socket that engines connect to.",
         json_schema_extra=_default("/tmp/orbitkv-<port>.sock"),
     )
     port: int = Field(
-        50055, ge=1, le=65535, description="Number in the socket's default name, for several agents on one machine."
+        default=50055,
+        ge=1,
+        le=65535,
+        description="Number in the socket's default name, for several agents on one machine.",
     )
     pool: Annotated[Quantity, _at_least(SMALLEST_POOL)] = Field(
         default_factory=default_pool,
@@ -159,32 +163,40 @@ class AgentConfig(BaseModel):
         json_schema_extra=_default("half of what the control group or the machine allows"),
     )
     arena: Annotated[Quantity, _at_least(PAGE_ALIGNMENT)] | None = Field(
-        None,
+        default=None,
         description="Size of the pieces in which the pool is shared with engines.",
         json_schema_extra=_default("chosen from the pool"),
     )
-    prefault: bool = Field(True, description="Touch the pool's memory at start, so that no copy waits for it later.")
+    prefault: bool = Field(
+        default=True, description="Touch the pool's memory at start, so that no copy waits for it later."
+    )
     query_budget_percent: int = Field(
-        75, ge=1, le=100, description="Share of the pool that may be reserved for restores at one time."
+        default=75, ge=1, le=100, description="Share of the pool that may be reserved for restores at one time."
     )
     instance_budget: Annotated[Quantity, _at_least(PAGE_ALIGNMENT)] | None = Field(
-        None,
+        default=None,
         description="The same for one engine alone.",
         json_schema_extra=_default("the whole budget"),
     )
-    reply_ttl_ms: int = Field(60_000, ge=1, description="Time after which pages promised to an engine return unasked.")
-    max_session_queries: int = Field(128, ge=1, description="Queries that one engine may have open.")
-    max_queries: int = Field(1024, ge=1, description="Queries that all engines together may have open.")
-    max_restores_per_device: int = Field(128, ge=1, description="Restores that may run at one time on one device.")
-    max_connections: int = Field(1024, ge=1, description="Connections to the socket.")
-    max_connections_per_peer: int = Field(256, ge=1, description="Connections to the socket from one user.")
-    hello_timeout_ms: int = Field(5000, ge=1, description="Time in which a connection must introduce itself.")
-    drain_timeout_ms: int = Field(
-        30_000, ge=0, description="Longest wait for copies in flight when the agent is asked to stop."
+    reply_ttl_ms: int = Field(
+        default=60_000, ge=1, description="Time after which pages promised to an engine return unasked."
     )
-    watchdog_warn_ms: int = Field(30_000, ge=1, description="Age at which a copy in flight is reported as stalled.")
+    max_session_queries: int = Field(default=128, ge=1, description="Queries that one engine may have open.")
+    max_queries: int = Field(default=1024, ge=1, description="Queries that all engines together may have open.")
+    max_restores_per_device: int = Field(
+        default=128, ge=1, description="Restores that may run at one time on one device."
+    )
+    max_connections: int = Field(default=1024, ge=1, description="Connections to the socket.")
+    max_connections_per_peer: int = Field(default=256, ge=1, description="Connections to the socket from one user.")
+    hello_timeout_ms: int = Field(default=5000, ge=1, description="Time in which a connection must introduce itself.")
+    drain_timeout_ms: int = Field(
+        default=30_000, ge=0, description="Longest wait for copies in flight when the agent is asked to stop."
+    )
+    watchdog_warn_ms: int = Field(
+        default=30_000, ge=1, description="Age at which a copy in flight is reported as stalled."
+    )
     heartbeat_ms: int = Field(
-        5000, ge=1, description="Rhythm in which a client must report where the kernel cannot tell of its end."
+        default=5000, ge=1, description="Rhythm in which a client must report where the kernel cannot tell of its end."
     )
     allowed_uids: Annotated[tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(_split_list)] = Field(
         default_factory=lambda: tuple(sorted({0, os.getuid()})),
@@ -193,12 +205,17 @@ class AgentConfig(BaseModel):
         json_schema_extra=_default("the agent's own user and root"),
     )
     metrics_address: Annotated[str, AfterValidator(_metrics_address)] = Field(
-        "127.0.0.1:9091", description="Where `/metrics` and `/health` are served (`host:port`); `off` for nowhere."
+        default="127.0.0.1:9091",
+        description="Where `/metrics` and `/health` are served (`host:port`); `off` for nowhere.",
     )
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe entries to log.")
-    log_format: Literal["json", "text"] = Field("text", description="One line an entry, for programs or for people.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="Least severe entries to log."
+    )
+    log_format: Literal["json", "text"] = Field(
+        default="text", description="One line an entry, for programs or for people."
+    )
     mode: Annotated[Literal["host"], BeforeValidator(_mode)] = Field(
-        "host", description="Where engines keep their pages. Only `host` (no GPU) is there in this release."
+        default="host", description="Where engines keep their pages. Only `host` (no GPU) is there in this release."
     )
     cache_namespaces: Annotated[
         dict[Annotated[str, AfterValidator(_namespace_name)], NamespaceSettings], BeforeValidator(_read_yaml_text)
@@ -253,7 +270,7 @@ class AgentConfig(BaseModel):
 
 
 def describe_default(model: type[BaseModel], name: str) -> str:
-    """Return a setting's default as the documentation states it; settings that are not given have none ("")."""
+    """Return a setting's default as the documentation states it: a value without spaces, or words."""
     field = model.model_fields[name]
     extra = field.json_schema_extra
     if isinstance(extra, dict) and "default_text" in extra:
@@ -261,7 +278,7 @@ def describe_default(model: type[BaseModel], name: str) -> str:
     default = field.get_default(call_default_factory=True)
     if isinstance(default, bool):
         return str(default).lower()
-    return "" if default in (None, {}) else str(default)
+    return "none" if default in (None, {}) else str(default)
 
 
 def choices(model: type[BaseModel], name: str) -> tuple[str, ...]:

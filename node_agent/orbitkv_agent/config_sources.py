@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, Final
 
 import yaml
-from orbitkv.config import nearest_first
 from pydantic import ValidationError
 
+from orbitkv.config import nearest_first
 from orbitkv_agent.config import AgentConfig, NamespaceSettings
 from orbitkv_agent.host_memory import memory_allowance
 from orbitkv_agent.quantity import format_quantity

@@ -55,7 +55,7 @@ class Loop:
         self._closed = False
         self.watch(self._wake, select.EPOLLIN, self._deliver)
 
-    # -------------------------------------------------------------------------------------------------- other threads
+    # --------------------------------------------------------------------------------------- other threads
 
     def post(self, callback: Callable[[], None]) -> None:
         """Have the owner thread call `callback`. For any thread, and for signal handlers.
@@ -66,7 +66,7 @@ class Loop:
         with contextlib.suppress(OSError):  # closed meanwhile: nobody is left to wake
             os.eventfd_write(self._wake, 1)
 
-    # ----------------------------------------------------------------------------------------------------- descriptors
+    # ----------------------------------------------------------------------------------------- descriptors
 
     def watch(self, fd: int, events: int, handler: Callable[[int], None]) -> None:
         """Call `handler(events)` whenever one of `events` (select.EPOLL*) holds for `fd`, and on errors."""
@@ -82,7 +82,7 @@ class Loop:
         if self._handlers.pop(fd, None) is not None:
             self._epoll.unregister(fd)
 
-    # ---------------------------------------------------------------------------------------------------------- timers
+    # ---------------------------------------------------------------------------------------------- timers
 
     def call_later(self, seconds: float, callback: Callable[[], None]) -> Timer:
         """Call `callback` once, `seconds` from now."""
@@ -98,7 +98,7 @@ class Loop:
             if callback is not None:
                 self._guarded(callback)
 
-    # ------------------------------------------------------------------------------------------------------------- run
+    # ------------------------------------------------------------------------------------------------- run
 
     def run(self) -> None:
         """Serve until `stop`."""

@@ -1,1 +1,1 @@
-"""Starts and drives real processes: the node agent, engines, `vllm serve`. Shared by the demo and the engine's tests."""
+"""Starts and drives real processes: the node agent, engines, `vllm serve`. For the demo and the engine's tests."""

@@ -10,7 +10,6 @@ from typing import Any
 from orbitkv.client.session import Endpoint, Session
 from orbitkv.protocol.errors import OrbitKVError
 from orbitkv.protocol.messages import GetStatus, Status
-
 from tools.harness.engine import ROOT
 from tools.harness.process import ManagedProcess, ProcessError, wait_until
 
@@ -36,7 +35,13 @@ class AgentProcess(ManagedProcess):
 
     def __init__(self, folder: Path, name: str = "agent", **settings: Any) -> None:
         self.socket_path = folder / f"{name}.sock"
-        chosen = {"socket_path": self.socket_path, "pool": "256Mi", "metrics_address": "off", "prefault": False, **settings}
+        chosen = {
+            "socket_path": self.socket_path,
+            "pool": "256Mi",
+            "metrics_address": "off",
+            "prefault": False,
+            **settings,
+        }
         command = [agent_python(), "-m", "orbitkv_agent", "serve"]
         for setting, value in chosen.items():
             command += [f"--{setting.replace('_', '-')}", str(value).lower() if isinstance(value, bool) else str(value)]
@@ -58,7 +63,9 @@ class AgentProcess(ManagedProcess):
 
     def status(self) -> dict[str, Any]:
         """What `orbitkv-agent status --json` prints, asked over the socket. Raises OrbitKVError."""
-        endpoint = Endpoint(str(self.socket_path), cache_namespace="", token=b"", name="status", timeout_ms=2000, server_uid=None)
+        endpoint = Endpoint(
+            str(self.socket_path), cache_namespace="", token=b"", name="status", timeout_ms=2000, server_uid=None
+        )
         session = Session(endpoint, on_late_reply=lambda reply: None)
         try:
             reply = session.connection.call(GetStatus(), 2000)
@@ -70,7 +77,8 @@ class AgentProcess(ManagedProcess):
         return status
 
     def wait(self, probe: Callable[[dict[str, Any]], object], what: str, timeout: float = 20) -> dict[str, Any]:
-        """Waits until `probe` finds what it wants in the status, which is returned. Raises TimeoutError with the last status."""
+        """Waits until `probe` finds what it wants in the status, which is returned.
+        Raises TimeoutError with the last status."""
         last: dict[str, Any] = {}
 
         def ask() -> bool:

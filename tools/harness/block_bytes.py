@@ -5,7 +5,8 @@ from typing import Any
 
 
 def cached_blocks(pool: Any) -> dict[str, int]:
-    """"group:hash" of every block in vLLM's prefix cache, to its block id (one of them, where several hold the same)."""
+    """ "group:hash" of every block in vLLM's prefix cache, to its block id (one of them, where several hold
+    the same)."""
     from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
 
     found = {}
@@ -22,7 +23,9 @@ def digests(worker: Any, blocks: list[int]) -> list[str]:
     tensors = worker.model_runner.kv_caches
     count = min(tensor.shape[0] for tensor in tensors)
     if blocks and max(blocks) >= count:
-        raise ValueError(f"block {max(blocks)} is not within the engine's tensors of {[tuple(t.shape) for t in tensors]}")
+        raise ValueError(
+            f"block {max(blocks)} is not within the engine's tensors of {[tuple(t.shape) for t in tensors]}"
+        )
     found = []
     for block in blocks:
         digest = hashlib.sha256()

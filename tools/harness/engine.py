@@ -25,11 +25,13 @@ ENGINE_ARGUMENTS: dict[str, Any] = {
     "enforce_eager": True,
     "max_model_len": 2048,
     "max_num_seqs": 16,
+    "num_gpu_blocks_override": 1024,
     "enable_prefix_caching": True,
     "disable_log_stats": False,
     "seed": 0,
 }
-"""What every engine here is started with, unless said otherwise. The CPU engine takes blocks of 32 tokens and multiples."""
+"""What every engine here is started with, unless said otherwise.
+The CPU engine takes blocks of 32 tokens and multiples."""
 
 
 def engine_python() -> str:
@@ -46,7 +48,7 @@ def engine_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # with one thread: threads that are bound to busy cores wait for each other
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # and one thread: threads bound to busy cores wait for each other
         "OMP_NUM_THREADS": "1",
         "TORCHDYNAMO_DISABLE": "1",  # vLLM compiles some of the sampler on first use: 20 s, and it needs a C++ compiler
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # the questions about blocks are functions, sent to the ranks
@@ -101,7 +103,8 @@ class Answer:
 
 @dataclass
 class EngineSpec:
-    """What to start: a model's folder, vLLM's arguments over the usual ones, a connector or none, environment variables."""
+    """What to start: a model's folder, vLLM's arguments over the usual ones, a connector or none, environment
+    variables."""
 
     model: Path
     connector: dict[str, Any] | None = None
@@ -151,7 +154,8 @@ class Stream:
             raise self._process.failure(f"could not be asked anything ({error})") from error
 
     def read(self, timeout: float) -> Any:
-        """The next result. Raises ProcessError if the command failed, the process died, or the answer takes too long."""
+        """The next result. Raises ProcessError if the command failed, the process died, or the answer takes
+        too long."""
         self._connection.settimeout(timeout)
         try:
             line = self._lines.readline()
@@ -263,7 +267,8 @@ class EngineProcess:
         return [Answer(**answers[name]) for name in ids]
 
     def generate(self, prompts: Sequence[Prompt], seconds: float = ANSWER_SECONDS) -> list[Answer]:
-        """All at once, answered in order; then waits until the scheduler has nothing left, as between two requests of a user."""
+        """All at once, answered in order; then waits until the scheduler has nothing left, as between two
+        requests of a user."""
         answers = self.results(self.submit(prompts), seconds)
         self.settle()
         return answers
@@ -273,7 +278,8 @@ class EngineProcess:
         return self.generate([Prompt(list(tokens), **options)])[0]
 
     def settle(self, seconds: float = ANSWER_SECONDS) -> None:
-        """Steps until the scheduler has no request left, not even one whose blocks wait for a save. Raises TimeoutError."""
+        """Steps until the scheduler has no request left, not even one whose blocks wait for a save.
+        Raises TimeoutError."""
         if not self.call("settle", seconds=seconds, reply_within=seconds + 30):
             raise TimeoutError(f"{self.name}: the scheduler still holds requests after {seconds:g} s")
 
@@ -282,7 +288,7 @@ class EngineProcess:
         return bool(self.call("reset", connector=connector))
 
     def blocks(self) -> dict[str, str]:
-        """"group:hash" of each block in the engine's prefix cache, to the digest of its bytes."""
+        """ "group:hash" of each block in the engine's prefix cache, to the digest of its bytes."""
         blocks: dict[str, str] = self.call("blocks")
         return blocks
 
@@ -320,7 +326,9 @@ class EngineProcess:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.stop()
 
 

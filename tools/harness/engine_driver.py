@@ -1,11 +1,12 @@
 """One real vLLM engine in this process, driven by JSON lines over a Unix socket. Runs with the engine's Python.
 
-    python -m tools.harness.engine_driver SOCKET            connect, build the engine that the first line describes, serve
-    python -m tools.harness.engine_driver --nursery SOCKET  import vLLM once, then fork an engine for each line that comes
+    python -m tools.harness.engine_driver SOCKET            connect, build the engine that the first line says, serve
+    python -m tools.harness.engine_driver --nursery SOCKET  import vLLM once, then fork an engine for each line
 
-The engine is stepped here, as vLLM's own loop does it, and not by a thread of vLLM: so a test can hold it between two steps,
-look at its scheduler, and time each step. A command is {"command": name, ...arguments}, its reply {"result": ...} or
-{"error": text}. While no command runs, the engine steps by itself whenever it has work, unless it is held.
+The engine is stepped here, as vLLM's own loop does it, and not by a thread of vLLM: so a test can hold it between
+two steps, look at its scheduler, and time each step. A command is {"command": name, ...arguments}, its reply
+{"result": ...} or {"error": text}. While no command runs, the engine steps by itself whenever it has work, unless it
+is held.
 """
 
 import json
@@ -18,7 +19,7 @@ import time
 import traceback
 from typing import Any
 
-from tools.harness import block_bytes, kv_events
+from tools.harness import block_bytes, connector_time, kv_events
 
 IDLE_SECONDS = 0.001
 """vLLM's own loop sleeps this long after a step that ran no model."""
@@ -56,12 +57,14 @@ class Driver:
         self._prefill: dict[str, Any] = {}
         self._answers: dict[str, dict[str, Any]] = {}
         self._preemptions: dict[str, int] = {}
-        self._steps: list[float] = []
+        self._steps: list[tuple[float, float]] = []
+        self._clock = connector_time.Clock(self.scheduler.connector)
         self.held = False
         self._listen_to_prefill()
 
     def _listen_to_prefill(self) -> None:
-        """Keeps vLLM's own count of where each request's prompt tokens came from: it is on its way to the metrics here."""
+        """Keeps vLLM's own count of where each request's prompt tokens came from:
+        it is on its way to the metrics here."""
         process = self.engine.output_processor.process_outputs
 
         def listening(outputs: list[Any], *args: Any, **kwargs: Any) -> Any:
@@ -81,7 +84,7 @@ class Driver:
     def _step(self) -> None:
         started = time.perf_counter()
         outputs = self.engine.step()
-        self._steps.append((time.perf_counter() - started) * 1000)
+        self._steps.append(((time.perf_counter() - started) * 1000, self._clock.take_ms()))
         for inside, request in self.scheduler.requests.items():
             if request.num_preemptions:
                 self._preemptions[self._names.get(inside, inside)] = request.num_preemptions
@@ -112,6 +115,10 @@ class Driver:
 
     # ------------------------------------------------------------------------------------------------------- commands
 
+    def tokens_of(self, text: str) -> list[int]:
+        """The model's tokens for a text."""
+        return list(self.engine.renderer.tokenizer.encode(text, add_special_tokens=False))
+
     def submit(self, requests: list[dict[str, Any]]) -> list[str]:
         """Hands requests to the engine and returns their ids."""
         return [self._add(request) for request in requests]
@@ -138,7 +145,8 @@ class Driver:
         return str(name)
 
     def results(self, ids: list[str], seconds: float = 0) -> dict[str, Any] | None:
-        """The answers to these requests once all are there, stepping for up to `seconds`; None if some are missing then."""
+        """The answers to these requests once all are there, stepping for up to `seconds`; None if some are
+        missing then."""
         deadline = time.monotonic() + seconds
         while not all(name in self._answers for name in ids):
             if time.monotonic() > deadline or not self.has_work():
@@ -159,7 +167,8 @@ class Driver:
         return done
 
     def settle(self, seconds: float) -> bool:
-        """Steps until the scheduler has nothing left to do, not even a delayed free. False if that takes longer than `seconds`."""
+        """Steps until the scheduler has nothing left to do, not even a delayed free.
+        False if that takes longer than `seconds`."""
         deadline = time.monotonic() + seconds
         while self.has_work():
             if time.monotonic() > deadline:
@@ -168,7 +177,8 @@ class Driver:
         return True
 
     def step_until(self, request: str, statuses: list[str], seconds: float) -> str:
-        """Steps until the scheduler holds `request` in one of `statuses`, or has no such request ("GONE"). Returns the status."""
+        """Steps until the scheduler holds `request` in one of `statuses`, or has no such request ("GONE").
+        Returns the status."""
         deadline = time.monotonic() + seconds
         while (status := self.status(request)) not in statuses:
             if time.monotonic() > deadline:
@@ -178,7 +188,10 @@ class Driver:
 
     def status(self, request: str) -> str:
         """The request's status in the scheduler, "GONE" if it is not there."""
-        held = self.scheduler.requests.get(self._inside.get(request, ""))
+        inside = self._inside.get(request, "")
+        held = self.scheduler.requests.get(inside)
+        if held is not None and inside in self.scheduler.finished_recving_kv_req_ids:
+            return "RESTORED"  # and not scheduled since
         return "GONE" if held is None else str(held.status.name)
 
     def abort(self, requests: list[str]) -> None:
@@ -187,23 +200,49 @@ class Driver:
         self.engine.abort_request(inside, internal=True)
         self.engine.engine_core.abort_requests(inside)
 
+    def abort_in_step(self, requests: list[str]) -> None:
+        """One step in which the requests' clients go away: after it was scheduled, before its outcome is looked at."""
+        self.core.aborts_queue.put_nowait([self._inside[name] for name in requests])
+        self._step()
+
+    def stop_process_after_hit(self, pid: int) -> None:
+        """Stops (SIGSTOP) the process `pid`, the agent, as soon as the connector has promised tokens to a request."""
+        connector = self.scheduler.connector
+        ask = connector.get_num_new_matched_tokens
+
+        def asking(*args: Any) -> Any:
+            answer = ask(*args)
+            if answer[0]:
+                connector.get_num_new_matched_tokens = ask
+                os.kill(pid, signal.SIGSTOP)
+            return answer
+
+        connector.get_num_new_matched_tokens = asking
+
     def reset(self, connector: bool = False, running: bool = False) -> bool:
         """Resets the engine's prefix cache, with `connector` the external one too."""
         return bool(self.engine.reset_prefix_cache(reset_running_requests=running, reset_connector=connector))
 
     def blocks(self) -> dict[str, str]:
-        """Group and hash of every block that the engine's prefix cache holds now, to the digest of the block's bytes on all ranks."""
+        """Group and hash of every block that the engine's prefix cache holds now, to the digest of the block's
+        bytes on all ranks."""
         cached = block_bytes.cached_blocks(self.scheduler.kv_cache_manager.block_pool)
         ids = sorted(set(cached.values()))
-        digests = dict(zip(ids, block_bytes.combined(self.core.model_executor.collective_rpc(block_bytes.digests, args=(ids,))), strict=True))
+        digests = dict(
+            zip(
+                ids,
+                block_bytes.combined(self.core.model_executor.collective_rpc(block_bytes.digests, args=(ids,))),
+                strict=True,
+            )
+        )
         return {key: digests[block] for key, block in cached.items()}
 
     def free_blocks(self) -> int:
         """How many blocks no request uses."""
         return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
-    def steps(self) -> list[float]:
-        """Duration in ms of each step since the last call."""
+    def steps(self) -> list[tuple[float, float]]:
+        """For each step since the last call, how long it took and how much of that the connector, in ms."""
         steps, self._steps = self._steps, []
         return steps
 
@@ -224,7 +263,9 @@ class Driver:
         return {
             "threads": len(os.listdir("/proc/self/task")),
             "descriptors": len(os.listdir("/proc/self/fd")),
-            "resident_kib": int(next(line for line in open("/proc/self/status") if line.startswith("VmRSS")).split()[1]),
+            "resident_kib": int(
+                next(line for line in open("/proc/self/status") if line.startswith("VmRSS")).split()[1]
+            ),
         }
 
 
@@ -232,7 +273,9 @@ def chosen(logprobs: Any, tokens: Any) -> list[float | None] | None:
     """The log probability of each token from vLLM's lists of dictionaries; None where there is none."""
     if logprobs is None:
         return None
-    return [None if entry is None else float(entry[token].logprob) for entry, token in zip(logprobs, tokens, strict=False)]
+    return [
+        None if entry is None else float(entry[token].logprob) for entry, token in zip(logprobs, tokens, strict=False)
+    ]
 
 
 def serve(stream: socket.socket) -> None:

@@ -24,11 +24,14 @@ class Subscriber:
         self._next: int | None = None
 
     def cached(self) -> dict[str, list[str]]:
-        """Takes in what has come and returns the hashes by medium, in hex. Raises ValueError if a batch was missed."""
+        """Takes in what has come and returns the hashes by medium: the last 8 bytes, in hex, which is all vLLM sends.
+
+        Raises ValueError if a batch was missed.
+        """
         while self._socket.poll(QUIET_MS):
             _, number, payload = self._socket.recv_multipart()
             self._take(int.from_bytes(number, "big"), self._decoder.decode(payload))
-        return {medium: sorted(h.hex() for h in hashes) for medium, hashes in self._hashes.items()}
+        return {medium: sorted(f"{number:016x}" for number in hashes) for medium, hashes in self._hashes.items()}
 
     def _take(self, number: int, batch: Any) -> None:
         if self._next is not None and number != self._next:

@@ -17,7 +17,8 @@ class ProcessError(Exception):
 
 
 def wait_until(probe: Callable[[], Answer | None], what: str, timeout: float, interval: float = 0.02) -> Answer:
-    """Asks `probe` until it answers something true, and returns that. Raises TimeoutError, naming `what`, after `timeout` seconds."""
+    """Asks `probe` until it answers something true, and returns that.
+    Raises TimeoutError, naming `what`, after `timeout` seconds."""
     deadline = time.monotonic() + timeout
     while True:
         answer = probe()
@@ -80,7 +81,8 @@ class ManagedProcess:
         self._child.wait(timeout=30)
 
     def stop(self, timeout: float = 20) -> int:
-        """Asks the process to end (SIGTERM), kills it if it does not within `timeout` seconds, and returns its exit code."""
+        """Asks the process to end (SIGTERM), kills it if it does not within `timeout` seconds, and returns its
+        exit code."""
         if self.running():
             os.kill(self.pid, signal.SIGCONT)
             os.kill(self.pid, signal.SIGTERM)
@@ -94,5 +96,7 @@ class ManagedProcess:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.stop()

@@ -4,7 +4,6 @@ import pytest
 
 from tools.environments import UnknownPartError, select
 
-
 ENGINE_TESTS = "engine_plugins/orbitkv/vllm"
 
 

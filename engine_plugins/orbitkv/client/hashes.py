@@ -8,14 +8,14 @@ from typing import overload
 from orbitkv.protocol.errors import ErrorKind, OrbitKVError
 from orbitkv.protocol.messages import GroupHashes
 
-MAX_HASH_BYTES = 64
+MAX_HASH_BYTES = 32
 
 
 class BlockHashes(Sequence[bytes]):
     """Engine hashes of consecutive pages of one KV group, stored as one piece. Slices share the bytes.
 
     Args:
-        page_hashes: hashes of equal length (1 to 64 bytes), in page order.
+        page_hashes: hashes of equal length (1 to 32 bytes), in page order.
         group: the engine's KV cache group.
 
     Raises:

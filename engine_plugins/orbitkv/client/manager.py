@@ -215,6 +215,10 @@ class CacheManagerClient:
             timeout_ms=self._within(timeout_ms),
         )
 
+    def query_loading(self, request_id: str) -> bool:
+        """Whether the request's query is still loading. Makes no system call, for callers that ask every step."""
+        return self._queries.loading(request_id)
+
     def cancel_query(self, request_id: str) -> None:
         """Withdraw interest in a request; a lease that was promised and not used returns. Never waits."""
         self._queries.cancel(request_id)

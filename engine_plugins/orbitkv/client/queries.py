@@ -131,6 +131,15 @@ class Queries:
         )
         return self._ask(request_id, operation, query, timeout_ms)
 
+    def loading(self, request_id: str) -> bool:
+        """Whether asking again now would say "loading". Makes no system call."""
+        operation = self._operations.get(request_id)
+        return (
+            operation is not None
+            and operation.record is not None
+            and self._session.records.state(operation.record) is RecordState.PENDING
+        )
+
     def cancel(self, request_id: str) -> None:
         """Withdraw interest; an unknown request is none."""
         operation = self._operations.pop(request_id, None)

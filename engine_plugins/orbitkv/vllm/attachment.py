@@ -13,13 +13,15 @@ What is adopted is closed only after the engine's thread gave it back, so no cal
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import random
 import threading
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
-from orbitkv.protocol.errors import ErrorKind, OrbitKVError
+from orbitkv.client import CacheManagerClient, ErrorKind, OrbitKVError
+from orbitkv.config import PluginConfig
 
 logger = logging.getLogger("vllm.orbitkv")
 
@@ -99,7 +101,7 @@ class Attachment(Generic[A]):
         if self._thread.is_alive():
             self._thread.join(timeout_s)
 
-    # -------------------------------------------------------------------------------------------- the attachment's thread
+    # --- the attachment's thread
 
     def _run(self) -> None:
         while not self._stopping:
@@ -170,3 +172,28 @@ class Attachment(Generic[A]):
         delay = self._retry_s * random.uniform(0.8, 1.2)
         self._retry_s = min(self._retry_s * 2, LAST_RETRY_S)
         return delay
+
+
+def connect(config: PluginConfig, name: str, timeout_ms: float) -> CacheManagerClient:
+    """Make a client as the settings say.
+
+    Raises:
+        OrbitKVError: as `CacheManagerClient`; UNAVAILABLE also when the token cannot be read.
+    """
+    token = b""
+    if config.token_path:
+        try:
+            with open(config.token_path, "rb") as file:
+                token = file.read().strip()
+        except OSError as error:
+            raise OrbitKVError(
+                ErrorKind.UNAVAILABLE,
+                f"the token in {config.token_path} (orbitkv.token_path) cannot be read: {error.strerror}",
+            ) from error
+    return CacheManagerClient(
+        config.socket_path,
+        cache_namespace=config.cache_namespace,
+        token=token,
+        name=f"{name} (pid {os.getpid()})",
+        timeout_ms=timeout_ms,
+    )

@@ -90,7 +90,7 @@ def _by_manager_block(name: str, tensor: Any, num_blocks: int) -> Any:
     if count == num_blocks:
         return tensor
     if count % num_blocks:
-        raise LayoutRefusedError(f"layer {name} has {count} kernel blocks, which do not divide into {num_blocks} blocks")
+        raise LayoutRefusedError(f"layer {name}: {count} kernel blocks do not divide into {num_blocks} blocks")
     return tensor.unflatten(0, (num_blocks, count // num_blocks))
 
 

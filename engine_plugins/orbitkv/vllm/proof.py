@@ -1,8 +1,9 @@
 """Proof of layout: what the copies move is what the engine sees.
 
-Copies go by base address and strides, the check goes through the engine's own tensor views, so an error in how a layout
-was read cannot hide. On an empty cache random bytes go all the way: through the views into a block, saved, restored into
-another block, and compared through the views. On a used cache one computed block is compared, and nothing is written.
+Copies go by base address and strides, the check goes through the engine's own tensor views, so an error in how a
+layout was read cannot hide. On an empty cache random bytes go all the way: through the views into a block, saved,
+restored into another block, and compared through the views. On a used cache one computed block is compared, and nothing
+is written.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def prove_on_empty_cache(
         LayoutDisprovenError: the bytes arrived wrong.
         ProofUnfinishedError: the agent did not do its part in time, or the cache has too few blocks.
     """
-    if layout.blocks < 3:  # noqa: PLR2004 - block 0 is the engine's own, two are needed
+    if layout.blocks < 3:  # block 0 is the engine's own, and two are needed
         raise ProofUnfinishedError(f"the engine has {layout.blocks} KV blocks; a proof of layout needs 3")
     source, target = layout.blocks - 1, layout.blocks - 2
     try:
@@ -123,13 +124,14 @@ def _there_and_back(
         client.submit_saves([save])
         status = client.wait_save(save, PROOF_S)
         if status is not SaveStatus.COMMITTED:
-            raise ProofUnfinishedError(f"the page of the proof was not kept ({status.value}: {save.error or save.dropped})")
+            raise ProofUnfinishedError(f"its page was not kept ({status.value}: {save.error or save.dropped})")
         ready = _ask(client, request_id, hashes, instance, deadline)
-        restore = client.start_restore(registration, ready.leases[rank], [np.array([target])] * len(hashes))
+        # Pages of a proof are the worker's own: one lease. (An agent that joins the ranks gives one a rank.)
+        lease = ready.leases[rank] if len(ready.leases) > 1 else ready.leases[0]
+        restore = client.start_restore(registration, lease, [np.array([target])] * len(hashes))
         client.query_consumed(request_id)
-        client.release(QueryReady(leases=tuple(x for i, x in enumerate(ready.leases) if i != rank)))
         if client.wait_restore(restore, PROOF_S) is not RestoreStatus.DONE:
-            raise ProofUnfinishedError(f"the page of the proof was not restored ({restore.status.value}: {restore.error})")
+            raise ProofUnfinishedError(f"its page was not restored ({restore.status.value}: {restore.error})")
     except OrbitKVError as error:
         raise ProofUnfinishedError(f"the agent did not do its part: {error}") from error
 
@@ -146,7 +148,7 @@ def _ask(
         if time.monotonic() > deadline:
             client.cancel_query(request_id)
             why = answer.reason if isinstance(answer, QueryReady) else "still loading"
-            raise ProofUnfinishedError(f"the page of the proof was not found ({why})")
+            raise ProofUnfinishedError(f"its page was not found ({why})")
         time.sleep(pause_s)  # the agent has no notice for it: an answer of nothing is final for a query
         pause_s = min(pause_s * 2, 0.1)
 

@@ -92,7 +92,7 @@ def _on_gpu(vllm_config: Any, kv_cache_config: Any) -> bool:
 
 
 FEATURES: tuple[Feature, ...] = (
-    # ------------------------------------------------------------------------------------------------------- served
+    # --- served
     Feature("repeat", "Prefix caching, and with it switched off", "engine", test="test_a_repeated_prompt_is_restored"),
     Feature("chunked_prefill", "Chunked prefill", "engine", test="test_a_chunk_saves_only_what_is_computed"),
     Feature("async_scheduling", "Asynchronous scheduling", "engine", test="test_async_scheduling"),
@@ -108,7 +108,7 @@ FEATURES: tuple[Feature, ...] = (
         test="test_prompt_logprobs_skip_the_load",
     ),
     Feature("multi_connector", "MultiConnector", "engine", test="test_under_multi_connector"),
-    # ------------------------------------------------------------------------------------------- off for the engine
+    # --- off for the engine
     Feature(
         "gpu",
         "Engines on a GPU",
@@ -152,7 +152,11 @@ FEATURES: tuple[Feature, ...] = (
         used=_parallel("prefill_context_parallel_size"),
     ),
     Feature(
-        "several_hosts", "Tensor parallelism over several hosts", "engine", "one agent serves one host", used=_parallel("nnodes")
+        "several_hosts",
+        "Tensor parallelism over several hosts",
+        "engine",
+        "one agent serves one host",
+        used=_parallel("nnodes"),
     ),
     Feature(
         "draft_models",
@@ -210,7 +214,7 @@ FEATURES: tuple[Feature, ...] = (
         "it gives preempted blocks to others before it tells the connector",
         used=lambda vllm_config, kv_cache_config: bool(vllm_config.use_v2_model_runner),
     ),
-    # ----------------------------------------------------------------------------------------- off for such a request
+    # --- off for such a request
     Feature(
         "lora",
         "LoRA requests",

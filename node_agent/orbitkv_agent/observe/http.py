@@ -123,6 +123,7 @@ class _Server(ThreadingMixIn, TCPServer):
     """A thread a request, bounded. (http.server's own would look up the host's name at start.)"""
 
     allow_reuse_address = True
+    request_queue_size = 64
     daemon_threads = True
     block_on_close = False
 

@@ -16,9 +16,9 @@ PHASES: Final = ("warming", "preloading", "prepared", "preparing", "ready", "res
 """Phases that reserve bytes of the query budget."""
 TIERS: Final = ("dram", "ssd", "peer", "miss")
 """Where a requested block was found."""
-RETENTION_CLASSES: Final = ("probationary", "retained", "protected")
+RETENTION_CLASSES: Final = ("reclaimable", "probationary", "retained")
 """Retention classes of stored blocks."""
-SAVE_DROP_REASONS: Final = ("pool-full", "quota", "draining", "stale", "failed", "aborted")
+SAVE_DROP_REASONS: Final = ("pool-full", "quota", "unproven", "not-serving", "draining", "failed", "aborted")
 """Why pages of a save were not kept."""
 PLAN_REFUSAL_REASONS: Final = ("bounds", "duplicate", "count", "group", "stale", "busy", "unsupported")
 """Why a save or restore plan was refused before anything was submitted."""

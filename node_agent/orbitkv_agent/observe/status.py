@@ -44,7 +44,7 @@ def render_status(snapshot: Snapshot) -> str:
     lines += ["", *_table(("NAMESPACE", "USED", "QUOTA", "GUARANTEED", "NEW PAGES", "RESET"), _namespaces(snapshot))]
     lines += [
         "",
-        *_table(("ENGINE", "NAMESPACE", "STATE", "LEASES", "RESTORES", "SAVES", "MODEL"), _instances(snapshot)),
+        *_table(("INSTANCE", "NAMESPACE", "STATE", "LEASES", "RESTORES", "SAVES", "MODEL"), _instances(snapshot)),
     ]
     return "\n".join(lines)
 
@@ -69,7 +69,7 @@ def _instances(snapshot: Snapshot) -> list[tuple[str, ...]]:
     def state(row: InstanceRow) -> str:
         if row["off"]:
             return f"off: {row['off']}"
-        return "serving" if row["serving"] else f"waits for {row['missing']}"
+        return "serving" if row["serving"] else f"not yet: {row['missing']}"
 
     return [
         (

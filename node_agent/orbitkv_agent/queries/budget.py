@@ -93,7 +93,7 @@ class ByteBudget:
 
     def of(self, owner: Hashable) -> int:
         """Bytes reserved for one owner."""
-        return self._by_owner[owner] if owner in self._by_owner else 0
+        return self._by_owner.get(owner, 0)
 
     def _release(self, charge: Charge) -> None:
         self.reserved -= charge.bytes

@@ -9,19 +9,19 @@ from enum import Enum
 from typing import TYPE_CHECKING, Final
 
 from orbitkv.protocol.messages import LeasedPages, PagePlaces
-
 from orbitkv_agent.guards import guard
 
 if TYPE_CHECKING:
     from orbitkv_agent.queries.budget import Charge
     from orbitkv_agent.queries.operations import QueryOperation
-    from orbitkv_agent.store.cache import PagePins
+    from orbitkv_agent.store.access_log import Entries
+    from orbitkv_agent.store.cache import PageCache
 
 
 def handle_numbers() -> itertools.count[int]:
     """Numbers for handles of this boot: no handle of an earlier agent is one of them.
 
-    They start at a random place among 2^46, a million apart or more with near certainty.
+    Each boot counts from a random one of 2^46 starting points, which are 65,536 numbers apart.
     """
     return itertools.count((secrets.randbits(46) if guard("boot-ids") else 0) << 16 | 1)
 
@@ -31,28 +31,26 @@ class PinnedPages:
 
     Attributes:
         pages: what is leased, by group.
-        bytes: padded size of all shards' pages.
+        count: pages of one shard, all groups together.
     """
 
-    __slots__ = ("_holders", "_pins", "bytes", "pages")
+    __slots__ = ("_cache", "_entries", "_holders", "count", "pages")
 
-    def __init__(self, pages: list[LeasedPages], pins: list[PagePins], holders: int, size: int) -> None:
+    def __init__(self, cache: PageCache, pages: list[LeasedPages], entries: list[Entries], holders: int) -> None:
         self.pages = pages
-        self.bytes = size
-        self._pins = pins
+        self.count = sum(each.count for each in pages)
+        self._cache = cache
+        self._entries = entries
         self._holders = holders
-
-    @property
-    def count(self) -> int:
-        """Pages of one shard, all groups together."""
-        return sum(each.count for each in self.pages)
+        for each in entries:
+            cache.pin(each)
 
     def places(self, shard: int) -> list[PagePlaces]:
-        """Where the shard's pages lie, by group."""
+        """Where the pages of one shard lie, by group."""
         found = []
-        for leased, pins in zip(self.pages, self._pins, strict=True):
-            arenas, offsets = pins.places(shard)
-            found.append(PagePlaces(leased.group, arenas.tobytes(), offsets.tobytes()))
+        for leased, entries in zip(self.pages, self._entries, strict=True):
+            arenas, offsets = self._cache.places(entries, shard)
+            found.append(PagePlaces(leased.group, arenas.astype("<u4").tobytes(), offsets.astype("<u8").tobytes()))
         return found
 
     def let_go(self) -> None:
@@ -60,8 +58,8 @@ class PinnedPages:
         self._holders -= 1
         assert self._holders >= 0, "pages were unpinned twice"
         if not self._holders:
-            for pins in self._pins:
-                pins.release()
+            for entries in self._entries:
+                self._cache.unpin(entries)
 
 
 class LeaseState(Enum):

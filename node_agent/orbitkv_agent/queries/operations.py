@@ -1,11 +1,11 @@
 """One query: its states, and which follows which.
 
-    none       waits for a place or for bytes; holds nothing
-    preparing  bytes are reserved, pages are being brought together
-    ready      pages are pinned and leased
-    restoring  a lease was consumed; copies may run
-    drained    all its copies ended
-    retired    it holds nothing
+none       waits for a place or for bytes; holds nothing
+preparing  bytes are reserved, pages are being brought together
+ready      pages are pinned and leased
+restoring  a lease was consumed; copies may run
+drained    all its copies ended
+retired    it holds nothing
 """
 
 from __future__ import annotations

@@ -8,13 +8,13 @@ came back.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Final
 
 from orbitkv.protocol.errors import ErrorKind
 from orbitkv.protocol.messages import GroupHashes, LeasedPages, Loading, Nothing, PollQuery, Query, Ready
 from orbitkv.protocol.records import RecordState
-
 from orbitkv_agent.guards import guard
 from orbitkv_agent.loop import Deadlines, Loop
 from orbitkv_agent.observe.counters import Counters
@@ -25,6 +25,8 @@ from orbitkv_agent.queries.operations import QueryOperation, State
 from orbitkv_agent.queries.queue import Lanes, Places
 from orbitkv_agent.sessions.errors import Refused, invalid, stale
 from orbitkv_agent.sessions.instances import Instance, Registration
+from orbitkv_agent.sessions.spaces import KeySpaces
+from orbitkv_agent.store.access_log import Entries
 from orbitkv_agent.store.cache import PageCache
 
 if TYPE_CHECKING:
@@ -45,15 +47,37 @@ class _Outcome(Enum):
     FULL = "full"
 
 
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What of an operation's pages is there, as far as all groups reach together.
+
+    Attributes:
+        pages: by group; empty when there is nothing.
+        entries: the store's, in the order of `pages`; valid in this turn only.
+        shard_bytes: padded, in rank order.
+        boundaries: page counts at which the request may resume, as runs (first, last, step).
+        asked: pages asked for.
+    """
+
+    pages: list[LeasedPages]
+    entries: list[Entries]
+    shard_bytes: list[int]
+    boundaries: list[tuple[int, int, int]]
+    asked: int
+
+
 class QueryService:
     """Owns all query operations, leases and the byte budget. Used by the owner thread only."""
 
-    def __init__(self, loop: Loop, cache: PageCache, counters: Counters, config: AgentConfig) -> None:
+    def __init__(
+        self, loop: Loop, cache: PageCache, spaces: KeySpaces, counters: Counters, config: AgentConfig
+    ) -> None:
         self.budget = ByteBudget(config.query_budget_bytes, config.instance_budget_bytes)
         self.leases = Leases()
         self.draining = False
         self._loop = loop
         self._cache = cache
+        self._spaces = spaces
         self._counters = counters
         self._places: Places[Session] = Places(config.max_session_queries, config.max_queries)
         self._for_place: Lanes[Session, QueryOperation] = Lanes()
@@ -77,7 +101,7 @@ class QueryService:
         """Those among them that wait for bytes."""
         return len(self._for_bytes)
 
-    # --------------------------------------------------------------------------------------------------------- requests
+    # -------------------------------------------------------------------------------------------- requests
 
     def query(
         self, session: Session, message: Query, instance: Instance | None, proving: Registration | None = None
@@ -98,8 +122,8 @@ class QueryService:
             if message.revision == known.revision:
                 if known.hashes != message.hashes and guard("same-hashes"):
                     raise invalid(
-                        f"operation {message.operation}, revision {message.revision}: the hashes differ from those asked "
-                        "for before; other hashes are a new revision"
+                        f"operation {message.operation}, revision {message.revision}: the hashes differ from those "
+                        "asked for before; other hashes are a new revision"
                     )
                 return self._answer(known)
             self._withdraw(known)
@@ -124,9 +148,7 @@ class QueryService:
             if message.max_wait_ms <= 0:
                 self._settle(operation, Nothing("budget"))
             else:
-                operation.timer = self._loop.call_later(
-                    message.max_wait_ms / 1000, lambda: self._settle(operation, Nothing("budget"))
-                )
+                operation.timer = self._loop.call_later(message.max_wait_ms / 1000, lambda: self._give_up(operation))
         return self._answer(operation)
 
     def poll(self, session: Session, message: PollQuery) -> Ready | Loading | Nothing:
@@ -163,7 +185,7 @@ class QueryService:
             if lease.live:  # the same number may be named twice
                 self._end_unused(lease)
 
-    # --------------------------------------------------------------------------------------------------------- restores
+    # -------------------------------------------------------------------------------------------- restores
 
     def consume(self, lease: Lease) -> None:
         """Bind a live lease to a restore; its operation no longer counts as outstanding."""
@@ -188,15 +210,21 @@ class QueryService:
         self._finish_restoring(operation)
         self._pump()
 
-    # ----------------------------------------------------------------------------------------------------- lost parties
+    # ---------------------------------------------------------------------------------------- lost parties
 
     def revoke(self, instance: Instance) -> None:
         """The instance cannot hit any more: nothing that was promised to it holds."""
         for operation in list(instance.operations):
-            if operation.state is State.NONE:
+            if operation.state is State.NONE and operation.proving is None:
                 self._settle(operation, Nothing("not-serving"))
-            elif operation.proving is None or operation.proving.retired:
+        self.revoke_leases(instance)
+
+    def revoke_leases(self, instance: Instance) -> None:
+        """Take back what was promised to an instance and not consumed; proofs of live registrations stay."""
+        for operation in list(instance.operations):
+            if (operation.proving is None or operation.proving.retired) and guard("revoked-lease"):
                 self._end_live_leases(operation)
+        self._pump()
 
     def end_session(self, session: Session) -> None:
         """Its stream ended: queries and unconsumed leases go at once."""
@@ -209,10 +237,10 @@ class QueryService:
         for operation in [*self._for_place, *self._for_bytes]:
             self._settle(operation, Nothing("draining"))
 
-    # --------------------------------------------------------------------------------------------------------- internals
+    # ------------------------------------------------------------------------------------------- internals
 
     def _check(self, session: Session, message: Query, instance: Instance, proving: Registration | None) -> int:
-        tokens = instance.group_tokens if proving is None else {key: 1 for key in proving.groups}
+        tokens = instance.group_pages if proving is None else proving.group_pages
         asked = [each.group for each in message.hashes]
         if len(set(asked)) != len(asked):
             raise invalid(f"hashes name a group twice: {asked}")
@@ -227,11 +255,14 @@ class QueryService:
         for part in message.hashes:
             check_hashes(part)
             held += len(part.blob)
-        if (
-            len(session.operations) >= MAX_OPERATIONS
-            or self._held_hashes.get(session, 0) + held > max(MAX_HELD_HASHES, held)
+            if part.hash_bytes != message.hashes[0].hash_bytes:
+                raise invalid("hash_bytes differs between the groups of one query")
+        if len(session.operations) >= MAX_OPERATIONS or self._held_hashes.get(session, 0) + held > max(
+            MAX_HELD_HASHES, held
         ):
-            raise Refused(ErrorKind.BUSY, f"this session has {len(session.operations)} queries; let some of them end first")
+            raise Refused(
+                ErrorKind.BUSY, f"this session has {len(session.operations)} queries; let some of them end first"
+            )
         return held
 
     def _answer(self, operation: QueryOperation) -> Ready | Loading | Nothing:
@@ -242,7 +273,9 @@ class QueryService:
             return Loading(operation.admitted, operation.record)
         if isinstance(answer, Ready):
             # The promise is repeated only while it holds: it may have been revoked, or partly used, since it was made.
-            if not (operation.state is State.READY and all(lease.live for lease in operation.leases)) and guard("live-lease"):
+            if not (operation.state is State.READY and all(lease.live for lease in operation.leases)) and guard(
+                "live-lease"
+            ):
                 self._forget(operation)
                 return Nothing("gone")
             return answer
@@ -264,8 +297,224 @@ class QueryService:
                 return _Outcome.OWNER_FULL
             if budget.is_full(operation.bytes_hint):
                 return _Outcome.FULL
-        space = instance.space if proving is None else proving.proof_space
-        if space is None or (proving is None and not instance.serving):
+        if not instance.serving if proving is None else proving.retired:
             return self._settle(operation, Nothing("not-serving"))
-        ...
+        found = self._find(operation)
+        if not found.pages:
+            self._count(operation, found)
+            return self._settle(operation, Nothing("miss"))
+        size = operation.bytes_hint = sum(found.shard_bytes)
+        if budget.oversized(size):
+            self._counters.query_oversized += 1
+            return self._settle(operation, Nothing("oversized"))
+        if budget.owner_is_full(instance, size):
+            return _Outcome.OWNER_FULL
+        if budget.is_full(size):
+            return _Outcome.FULL
+        self._count(operation, found)
+        return self._settle(operation, self._promise(operation, found, size))
+
+    def _find(self, operation: QueryOperation) -> _Found:
+        """Look up how far all groups reach together. Holds nothing."""
+        instance, proving, hashes = operation.instance, operation.proving, operation.hashes
+        hash_bytes = hashes[0].hash_bytes
+        if proving is None:
+            groups, space = instance.group_pages, self._spaces.of(instance, hash_bytes)
+        else:
+            groups, space = proving.group_pages, self._spaces.of_proof(proving, hash_bytes)
+        run = self._cache.lookup(space, {part.group: part.blob for part in hashes}, counted=False)
+        step, longest = common_boundary([(groups[part.group].block_tokens, run.pages(part.group)) for part in hashes])
+        asked = sum(len(part.blob) // hash_bytes for part in hashes)
+        if not longest:
+            return _Found([], [], [], [], asked)
+        pages = [LeasedPages(part.group, 0, longest // groups[part.group].block_tokens) for part in hashes]
+        first = groups[pages[0].group]
+        return _Found(
+            pages,
+            [run.entries[leased.group][: leased.count] for leased in pages],
+            [
+                sum(leased.count * groups[leased.group].shard_bytes[shard] for leased in pages)
+                for shard in range(len(first.shard_bytes))
+            ],
+            [(step // first.block_tokens, longest // first.block_tokens, step // first.block_tokens)],
+            asked,
+        )
+
+    def _promise(self, operation: QueryOperation, found: _Found, size: int) -> Ready:
+        """Reserve bytes that fit, pin, and lease to each shard."""
+        charges = [self.budget.charge(operation.instance, each) for each in found.shard_bytes]
+        operation.to(State.PREPARING)
+        # What is in memory needs no preparation: it is ready at once.
+        pinned = PinnedPages(self._cache, found.pages, found.entries, len(charges))
+        operation.to(State.READY)
+        shards = range(len(charges))
+        if operation.proving is None:
+            for entries in found.entries:
+                self._cache.demand_hit(entries)
+        else:
+            shards = range(operation.proving.shard, operation.proving.shard + 1)
+        leases = []
+        for shard, charge in zip(shards, charges, strict=True):
+            charge.move(Phase.READY)
+            leases.append(self.leases.grant(operation, shard, pinned, charge).number)
+        return Ready(leases, found.boundaries, found.pages, size)
+
+    def _count(self, operation: QueryOperation, found: _Found) -> None:
+        if operation.proving is None:  # a proof is no demand
+            hits = sum(leased.count for leased in found.pages)
+            self._counters.cache_block_hits += hits
+            self._counters.cache_block_misses += found.asked - hits
+
+    def _settle(self, operation: QueryOperation, answer: Ready | Nothing) -> _Outcome:
+        """Keep the answer until it is fetched or too old, and wake the client if it was told to wait."""
+        if operation.timer is not None:
+            operation.timer.cancel()
+            operation.timer = None
+        operation.answer = answer
+        self._answered.add(operation)
+        if isinstance(answer, Nothing):
+            self._leave_queues(operation)
+            operation.to(State.RETIRED)
+            operation.instance.operations.pop(operation, None)
+        self._close_record(operation)
         return _Outcome.SETTLED
+
+    def _give_up(self, operation: QueryOperation) -> None:
+        """It waited as long as the client allows."""
+        self._settle(operation, Nothing("budget"))
+        self._pump()
+
+    def _close_record(self, operation: QueryOperation) -> None:
+        records = operation.session.records
+        if operation.record is not None and records is not None:
+            records.close(operation.record, RecordState.SETTLED)
+            operation.record = None
+            operation.session.notify()
+
+    def _leave_queues(self, operation: QueryOperation) -> None:
+        """Take an operation in state NONE or READY out of the queues and return its place."""
+        if operation.admitted:
+            if operation.state is State.NONE and operation.ticket:
+                self._for_bytes.remove(operation.instance, operation)
+                operation.ticket = 0
+            self._give_place(operation)
+        elif operation.ticket:
+            self._for_place.remove(operation.session, operation)
+            operation.ticket = 0
+
+    def _give_place(self, operation: QueryOperation) -> None:
+        operation.admitted = False
+        self._places.give_back(operation.session)
+
+    def _forget(self, operation: QueryOperation) -> None:
+        """The client's number means nothing any more."""
+        if operation.timer is not None:
+            operation.timer.cancel()
+            operation.timer = None
+        self._answered.discard(operation)
+        operations = operation.session.operations
+        if operations.get(operation.number) is operation:
+            del operations[operation.number]
+            session, held = operation.session, operation.hash_bytes_held
+            rest = self._held_hashes.pop(session, 0) - held
+            if rest:
+                self._held_hashes[session] = rest
+
+    def _withdraw(self, operation: QueryOperation) -> None:
+        """The client wants no answer any more; what is restoring drains."""
+        self._forget(operation)
+        if operation.state is State.NONE:
+            self._leave_queues(operation)
+            operation.to(State.RETIRED)
+            operation.instance.operations.pop(operation, None)
+            self._close_record(operation)
+            self._pump()
+        else:
+            self._end_live_leases(operation)
+
+    def _expire(self, operation: QueryOperation) -> None:
+        """Nobody fetched or used the answer in time."""
+        self._counters.leases_expired += sum(lease.live for lease in operation.leases)
+        self._withdraw(operation)
+
+    def _end_live_leases(self, operation: QueryOperation) -> None:
+        for lease in [each for each in operation.leases if each.live]:
+            self._end_unused(lease)
+
+    def _end_unused(self, lease: Lease) -> None:
+        operation = lease.operation
+        self.leases.end(lease)
+        if operation.state is State.READY:
+            if not operation.leases:
+                self._give_place(operation)
+                operation.to(State.RETIRED)
+                operation.instance.operations.pop(operation, None)
+        else:
+            self._finish_restoring(operation)
+        self._pump()
+
+    def _finish_restoring(self, operation: QueryOperation) -> None:
+        if not operation.leases:
+            operation.to(State.DRAINED)
+            operation.to(State.RETIRED)
+            operation.instance.operations.pop(operation, None)
+            self._forget(operation)
+
+    # ---------------------------------------------------------------------------------------------- queues
+
+    def _pump(self) -> None:
+        """Move on whoever can move. Called when a place or bytes came back."""
+        if self._pumping:
+            return
+        self._pumping = True
+        try:
+            while (self._for_bytes and self._serve_bytes()) or (self._for_place and self._serve_place()):
+                pass
+        finally:
+            self._pumping = False
+
+    def _serve_bytes(self) -> bool:
+        """Try those who wait for bytes, in order; return whether one was answered."""
+        full_owners: set[Instance] = set()
+        while (first := self._for_bytes.first(full_owners)) is not None:
+            owner, operation = first
+            outcome = self._attempt(operation)
+            if outcome is _Outcome.SETTLED:
+                if operation.state is State.READY:
+                    self._for_bytes.remove(owner, operation)
+                    operation.ticket = 0
+                self._counters.query_budget_bypasses += bool(full_owners)
+                return True
+            if outcome is _Outcome.FULL:
+                return False  # whoever is younger must not take what this one waits for
+            full_owners.add(owner)
+        return False
+
+    def _serve_place(self) -> bool:
+        """Admit the next one; return whether there was one."""
+        if self._places.full:
+            return False
+        full_sessions: set[Session] = set()
+        while (first := self._for_place.first(full_sessions)) is not None:
+            session, operation = first
+            if not self._places.lane_is_full(session):
+                self._for_place.remove(session, operation)
+                operation.ticket = 0
+                self._admit(operation)
+                return True
+            full_sessions.add(session)
+        return False
+
+
+def check_hashes(part: GroupHashes) -> int:
+    """Return how many hashes a blob holds.
+
+    Raises:
+        Refused: INVALID.
+    """
+    if not 1 <= part.hash_bytes <= MAX_HASH_BYTES:
+        raise invalid(f"group {part.group}: hash_bytes is {part.hash_bytes}; 1 to {MAX_HASH_BYTES} are accepted")
+    count, rest = divmod(len(part.blob), part.hash_bytes)
+    if rest:
+        raise invalid(f"group {part.group}: {len(part.blob)} bytes of hashes are no multiple of {part.hash_bytes}")
+    return count

@@ -10,14 +10,14 @@ from orbitkv.protocol.errors import ErrorKind
 from orbitkv.protocol.messages import Instance as InstanceName
 from orbitkv.protocol.messages import InstanceState, Ranks, Register
 from orbitkv.protocol.records import Header
-
 from orbitkv_agent.guards import guard
 from orbitkv_agent.sessions.errors import Refused, invalid, stale
-from orbitkv_agent.sessions.layout import WorkerLayout, rank_count, shard_of, storage_identity
+from orbitkv_agent.sessions.layout import GroupPages, WorkerLayout, pages_of, rank_count, shard_of, storage_identity
 
 if TYPE_CHECKING:
     from orbitkv_agent.queries.operations import QueryOperation
     from orbitkv_agent.sessions.session import Session
+    from orbitkv_agent.store.index import KeySpace
 
 MAX_NAME_BYTES: Final = 256
 
@@ -28,11 +28,15 @@ class Registration:
     Attributes:
         number: the handle that the client uses.
         shard: the worker's place in rank order.
+        group_pages: its own page sizes by group, for proofs.
+        proof_spaces: what proofs of its layout were saved under, by hash length.
         proven: its layout was found right.
         copies: accepted saves and restores that have not ended.
     """
 
-    def __init__(self, number: int, session: Session, instance: Instance, message: Register, layout: WorkerLayout) -> None:
+    def __init__(
+        self, number: int, session: Session, instance: Instance, message: Register, layout: WorkerLayout
+    ) -> None:
         self.number = number
         self.session = session
         self.instance = instance
@@ -44,6 +48,8 @@ class Registration:
         self.bytes = sum(allocation.size for allocation in message.allocations)
         self.layout = layout
         self.groups = layout.by_id()
+        self.group_pages = pages_of([layout])
+        self.proof_spaces: dict[int, KeySpace] = {}
         self.proven = False
         self.retired = False
         self.copies = 0
@@ -78,6 +84,8 @@ class Instance:
         registrations: live ones by shard.
         key_generation: moved on by an external reset.
         identity: digest of the model and the pages of all workers; None until all are there.
+        group_pages: page sizes by group, while all are there.
+        spaces: open key spaces by hash length; emptied whenever something that they depend on changes.
         off: why it never hits, or "".
         operations: its query operations that are not retired.
         saves: its accepted saves that have not ended.
@@ -91,6 +99,8 @@ class Instance:
         self.registrations: dict[int, Registration] = {}
         self.key_generation = ""
         self.identity: str | None = None
+        self.group_pages: dict[int, GroupPages] = {}
+        self.spaces: dict[int, KeySpace] = {}
         self.off = ""
         self.operations: dict[QueryOperation, None] = {}
         self.saves = 0
@@ -162,7 +172,7 @@ class Instance:
         for session in self.sessions():
             session.notify(Header.INSTANCE)
 
-    # ------------------------------------------------------------------------------------------------------- membership
+    # ------------------------------------------------------------------------------------------ membership
 
     def attach(self, session: Session, key_generation: str, wants_events: bool) -> None:
         """Make `session` its scheduler. Doing it again changes nothing.
@@ -177,6 +187,7 @@ class Instance:
             if self.tracked:
                 raise Refused(ErrorKind.BUSY, f"instance {self} has work under key generation {self.key_generation!r}")
             self.key_generation = key_generation
+            self.spaces.clear()
         self.wants_events = wants_events
         if self.scheduler is None:
             self.scheduler = session
@@ -226,6 +237,7 @@ class Instance:
         if len(self.registrations) == self.shards:
             layouts = [self.registrations[shard].layout for shard in range(self.shards)]
             self.identity = storage_identity(registration.model_identity, registration.ranks, layouts)
+            self.group_pages = pages_of(layouts)
         self.changed()
 
     def leave(self, registration: Registration) -> None:
@@ -233,6 +245,7 @@ class Instance:
         if self.registrations.get(registration.shard) is registration:
             del self.registrations[registration.shard]
             self.identity = None
+            self.spaces.clear()
             self.changed()
 
     def proof(self, registration: Registration, proven: bool, detail: str) -> None:
@@ -248,6 +261,7 @@ class Instance:
     def next_key_generation(self) -> str:
         """Move on to a key generation under which nothing is stored."""
         self.key_generation = secrets.token_hex(8)
+        self.spaces.clear()
         return self.key_generation
 
     def _proof_key(self, registration: Registration) -> tuple[int, int, bytes]:
@@ -293,6 +307,11 @@ class Instances:
         if instance is None:
             instance = self._instances[key] = Instance(key[0], name)
         return instance
+
+    def drop_unused(self) -> None:
+        """Forget all instances that nobody takes part in."""
+        for instance in self:
+            self.drop_if_unused(instance)
 
     def drop_if_unused(self, instance: Instance) -> None:
         """Forget an instance that nobody takes part in."""

@@ -6,12 +6,12 @@ import hashlib
 from dataclasses import dataclass
 
 import msgspec
+
 from orbitkv.protocol.geometry import padded
 from orbitkv.protocol.messages import GroupGeometry, LayerRegion, Ranks, Register
-
 from orbitkv_agent.sessions.errors import invalid, unsupported
 
-MAX_RANKS = 1024
+MAX_RANKS = 64
 MAX_LAYERS = 4096
 
 
@@ -31,6 +31,14 @@ class GroupLayout:
     def padded_bytes(self) -> int:
         """What a page takes in the pool."""
         return padded(self.page_bytes)
+
+
+@dataclass(frozen=True)
+class GroupPages:
+    """A page of one group on all shards that keep it: `shard_bytes` are padded, in rank order."""
+
+    block_tokens: int
+    shard_bytes: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -95,6 +103,15 @@ def check_register(message: Register, *, device: str, max_page_bytes: int) -> Wo
     return WorkerLayout(tuple(groups), placement)
 
 
+def pages_of(layouts: list[WorkerLayout]) -> dict[int, GroupPages]:
+    """Page sizes by group, of workers in rank order that agree on their groups."""
+    by_rank = [layout.by_id() for layout in layouts]
+    return {
+        number: GroupPages(group.block_tokens, tuple(groups[number].padded_bytes for groups in by_rank))
+        for number, group in by_rank[0].items()
+    }
+
+
 def storage_identity(model_identity: str, ranks: Ranks, layouts: list[WorkerLayout]) -> str:
     """Digest of all that gives stored bytes their meaning: the model, the workers, and what their pages consist of.
 
@@ -112,7 +129,9 @@ def _check_ranks(ranks: Ranks) -> None:
     for name in ("tensor", "pipeline", "context"):
         rank, size = getattr(ranks, name), getattr(ranks, f"{name}_size")
         if not 1 <= size <= MAX_RANKS or not 0 <= rank < size:
-            raise invalid(f"ranks.{name} is {rank} of {size}; it must be in 0 to size - 1, and size in 1 to {MAX_RANKS}")
+            raise invalid(
+                f"ranks.{name} is {rank} of {size}; it must be in 0 to size - 1, and size in 1 to {MAX_RANKS}"
+            )
     if rank_count(ranks) > MAX_RANKS:
         raise invalid(f"ranks declare {rank_count(ranks)} workers; at most {MAX_RANKS} are accepted")
 

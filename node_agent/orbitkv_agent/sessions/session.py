@@ -1,8 +1,8 @@
 """One connection: its frames, its process, and what it holds.
 
-    OPEN       requests are served
-    LINGERING  the stream ended; copies that its process may still be making keep their memory
-    CLOSED     the process said goodbye, exited, or held nothing
+OPEN       requests are served
+LINGERING  the stream ended; copies that its process may still be making keep their memory
+CLOSED     the process said goodbye, exited, or held nothing
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import select
 import socket
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Final
 
@@ -21,9 +21,9 @@ from orbitkv.protocol import framing
 from orbitkv.protocol.errors import ErrorKind
 from orbitkv.protocol.messages import Refusal, Reply
 from orbitkv.protocol.records import Header, RecordWriter
-
 from orbitkv_agent.guards import guard
 from orbitkv_agent.loop import Loop
+from orbitkv_agent.sessions.errors import Refused
 from orbitkv_agent.sessions.peers import Peer
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ class Session:
         self._reader.max_bytes = framing.MAX_FRAME_BYTES
         return self.records
 
-    # ----------------------------------------------------------------------------------------------------------- output
+    # ---------------------------------------------------------------------------------------------- output
 
     def reply(self, sequence: int, message: Reply, descriptors: Sequence[int] = ()) -> None:
         """Send the reply to request `sequence`; nothing is sent for 0, nor when the stream has ended.
@@ -141,6 +141,10 @@ class Session:
             self.records.bump(counter)
         with contextlib.suppress(BlockingIOError):  # a client that fills the eventfd misses hints, not records
             os.eventfd_write(self.hint_fd, 1)
+
+    def refuse(self, sequence: int, error: Refused) -> None:
+        """Send a refusal as the reply to request `sequence`."""
+        self.reply(sequence, Refusal(error.kind, str(error)))
 
     def refuse_stream(self, kind: ErrorKind, message: str, sequence: int = 0) -> None:
         """Send a last refusal if it fits, without waiting. With sequence 0 it refuses the connection as such."""
@@ -192,7 +196,7 @@ class Session:
             self._outbox.popleft()
         self._loop.change(self._socket.fileno(), select.EPOLLIN)
 
-    # ------------------------------------------------------------------------------------------------------------ input
+    # ----------------------------------------------------------------------------------------------- input
 
     def _on_socket(self, events: int) -> None:
         if events & select.EPOLLOUT:
@@ -231,7 +235,7 @@ class Session:
                 break
         self.close()
 
-    # --------------------------------------------------------------------------------------------------------- lifetime
+    # -------------------------------------------------------------------------------------------- lifetime
 
     @property
     def holds_memory(self) -> bool:

@@ -1,4 +1,4 @@
-"""Order of last use as an append-only log: using a thousand entries is a few array writes, not a thousand list moves."""
+"""Order of last use as an append-only log: using a thousand entries is a few array writes, not as many list moves."""
 
 from __future__ import annotations
 

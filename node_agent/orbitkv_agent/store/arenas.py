@@ -106,8 +106,8 @@ class ArenaPool:
 
     Arenas are made when a namespace first needs one. With `prefault` a worker thread faults them in, which charges the
     memory to this process, and they are ready when `poll` says so; `notify` is called in that thread when there is
-    something to poll. Without it they are ready at once and cost memory as they are touched. A dropped arena's memory is
-    given back at once, also where a client still maps it, and its bytes count against the capacity until that is done.
+    something to poll. Without it they are ready at once and cost memory as they are touched. A dropped arena's memory
+    goes back to the kernel, also where a client still maps it, and counts against the capacity until that is done.
 
     Everything but the worker's system calls happens in the owner's thread. `threaded=False` does these inline, too.
     """
@@ -125,17 +125,20 @@ class ArenaPool:
         self.arena_bytes = default_arena_bytes(capacity_bytes) if arena_bytes is None else arena_bytes
         if self.arena_bytes % UNIT_BYTES or not 0 < self.arena_bytes <= capacity_bytes:
             raise ValueError(
-                f"An arena of {self.arena_bytes} bytes does not fit a pool of {capacity_bytes} bytes: it must be a multiple"
-                f" of {UNIT_BYTES} and no larger than the pool."
+                f"An arena of {self.arena_bytes} bytes does not fit a pool of {capacity_bytes} bytes: it must be a"
+                f" multiple of {UNIT_BYTES} and no larger than the pool."
             )
         self.prefault = prefault
         self.committed_bytes = 0
+        self.discarding = 0
         self.failures = 0
         self._notify = notify
         self._worker = _Worker() if threaded else None
         self._finished: queue.SimpleQueue[tuple[Arena, OSError | None]] = queue.SimpleQueue()
         self._arenas: dict[int, Arena] = {}
         self._by_namespace: dict[str, list[Arena]] = {}
+        self._held_bytes: dict[str, int] = {}
+        self._preparing: dict[str, int] = {}
         self._next_id = 1
         self._retired: deque[int] = deque(maxlen=_RETIRED_KEPT)
         self._retired_count = 0
@@ -154,7 +157,11 @@ class ArenaPool:
 
     def is_preparing(self, namespace: str) -> bool:
         """Whether an arena of this namespace is being faulted in."""
-        return any(not arena.ready for arena in self.of(namespace))
+        return self._preparing.get(namespace, 0) > 0
+
+    def held_bytes(self, namespace: str) -> int:
+        """Size of all arenas of a namespace."""
+        return self._held_bytes.get(namespace, 0)
 
     @property
     def room_bytes(self) -> int:
@@ -181,9 +188,12 @@ class ArenaPool:
         self.committed_bytes += size
         self._arenas[arena.id] = arena
         self._by_namespace.setdefault(namespace, []).append(arena)
+        self._held_bytes[namespace] = self.held_bytes(namespace) + size
         if not self.prefault:
             arena.ready = True
-        elif self._worker is None:
+            return arena
+        self._preparing[namespace] = self._preparing.get(namespace, 0) + 1
+        if self._worker is None:
             self._populate(arena)
             self.poll()
         else:
@@ -195,6 +205,7 @@ class ArenaPool:
         if arena.allocator.used:
             raise ValueError(f"Arena {arena.id} still holds {arena.used_bytes} bytes of pages.")
         self._forget(arena)
+        self.discarding += 1
         if self._worker is None:
             self._discard(arena)
             self.poll()
@@ -203,11 +214,11 @@ class ArenaPool:
 
     def drop_empty(self, *, but_of: str | None) -> None:
         """Drop arenas without pages, except those of one namespace, until another arena could be made."""
-        if self.room_bytes or self._not_before > time.monotonic():
+        if self.room_bytes or self.discarding or self._not_before > time.monotonic():
             return
         for arena in [a for a in self if a.ready and a.namespace != but_of and a.allocator.used == 0]:
             self.drop(arena)
-            if self.room_bytes:
+            if self.committed_bytes - arena.size + self.arena_bytes <= self.capacity_bytes:
                 return
 
     def poll(self) -> bool:
@@ -222,7 +233,10 @@ class ArenaPool:
             if arena.id not in self._arenas:  # discarded
                 os.close(arena.fd)
                 self.committed_bytes -= arena.size
-            elif error is None:
+                self.discarding -= 1
+                continue
+            self._preparing[arena.namespace] -= 1
+            if error is None:
                 arena.ready = True
             else:
                 self._failed(error, arena.size)
@@ -268,8 +282,10 @@ class ArenaPool:
         del self._arenas[arena.id]
         siblings = self._by_namespace[arena.namespace]
         siblings.remove(arena)
+        self._held_bytes[arena.namespace] -= arena.size
         if not siblings:
-            del self._by_namespace[arena.namespace]
+            del self._by_namespace[arena.namespace], self._held_bytes[arena.namespace]
+            self._preparing.pop(arena.namespace, None)
         self._retired.append(arena.id)
         self._retired_count += 1
 

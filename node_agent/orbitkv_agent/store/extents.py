@@ -20,7 +20,7 @@ class ExtentAllocator:
 
     An extent is a maximal run of free units. `_tags` holds boundary tags, shifted by one unit so that both ends have a
     neighbour: `-length` at the first and the last unit of a free extent, `units_per_page` at the first unit of an
-    allocated page, zero elsewhere. So a release finds free neighbours, and a wrong release is found out, in constant time.
+    allocated page, zero elsewhere. A release thus finds its free neighbours, or that it is wrong, in constant time.
     """
 
     def __init__(self, capacity_units: int) -> None:
@@ -29,7 +29,7 @@ class ExtentAllocator:
         self.capacity = capacity_units
         self.used = 0
         self._tags: npt.NDArray[np.int32] = lazy_zeros(capacity_units + 2, np.int32)
-        self._scalar_tags = memoryview(self._tags)  # reads and writes of single tags are three times faster than numpy's
+        self._scalar_tags = self._tags.data  # single tags: three times as fast as through numpy
         self._starts_by_length: dict[int, set[int]] = {}
         self._lengths: list[int] = []  # the keys of _starts_by_length, ascending
         self._insert(0, capacity_units)
@@ -58,8 +58,8 @@ class ExtentAllocator:
     def allocate_pages(self, count: int, units_per_page: int, *, partial: bool = True) -> list[tuple[int, int]]:
         """Take `count` pages of `units_per_page` units in as few runs as possible.
 
-        Returns (first unit, pages) for each run; a run's pages lie one after another. When fewer are free, the answer is
-        what there is if `partial`, otherwise nothing is taken and the list is empty.
+        Returns (first unit, pages) for each run; a run's pages lie one after another. When fewer are free, the answer
+        is what there is if `partial`, otherwise nothing is taken and the list is empty.
         """
         if not partial and self.available_pages(units_per_page) < count:
             return []
@@ -161,4 +161,6 @@ class ExtentAllocator:
 
 
 def _not_allocated(start: int, units: int) -> ValueError:
-    return ValueError(f"Unit {start} is not the first of an allocated page of {units} units: it was released before, or never.")
+    return ValueError(
+        f"Unit {start} is not the first of an allocated page of {units} units: it was released before, or never."
+    )

@@ -15,12 +15,13 @@ KEY_BYTES = 32
 
 KEY_WORDS = KEY_BYTES // 8
 _SLOTS = 4  # of a bucket: half a cache line
-_INDEX_BITS = 28
+_INDEX_BITS = 30
 _INDEX_MASK = (1 << _INDEX_BITS) - 1
-_TAG_SHIFT = np.uint64(29)  # a tag is the top 35 bits of the hash, so that tag and index fill a positive int64
-_TAG_TOP = 1 << 34  # set in every tag: an empty slot (0) then matches none
+_TAG_SHIFT = np.uint64(31)  # a tag is the top 33 bits of the hash, so that tag and index fill a positive int64
+_TAG_TOP = 1 << 32  # set in every tag: an empty slot (0) then matches none
 _MASK64 = (1 << 64) - 1
 _FIRST_BUCKETS = 1 << 10
+_SPLIT_BATCH = 64  # buckets: fewer at a time are not worth the calls
 _unpack_words = struct.Struct(f"<{KEY_WORDS}Q").unpack_from
 
 MAX_ENTRIES = 1 << _INDEX_BITS
@@ -35,7 +36,7 @@ class HashTable:
     """Maps (owner, key) to an entry index in 1..MAX_ENTRIES-1; 0 stands for none.
 
     Keys and owners are not kept here: `keys` and `owners` are columns of the entry table, row by entry index, and are
-    compared in full by every look-up. A slot is one int64, (tag << 28 | index); four slots make a bucket; what finds
+    compared in full by every look-up. A slot is one int64, (tag << 30 | index); four slots make a bucket; what finds
     its bucket full goes to a list of its own (well under one entry in a hundred).
 
     Linear hashing: each insertion splits a few buckets, so the table grows in place and in step with its contents, and
@@ -52,7 +53,8 @@ class HashTable:
         self._owner_factor = self._factors[KEY_WORDS]
         self._max_buckets = max(_FIRST_BUCKETS, 3 * len(keys) // 2)
         self._slots: npt.NDArray[np.int64] = lazy_zeros((self._max_buckets, _SLOTS), np.int64)
-        self._scalar_slots = memoryview(self._slots).cast("B").cast("q")
+        self._flat_slots = self._slots.reshape(-1)
+        self._scalar_slots = self._slots.data.cast("B").cast("q")
         self._spilled: npt.NDArray[np.bool_] = lazy_zeros(self._max_buckets, np.bool_)  # buckets with a list in _spills
         self._spills: dict[int, list[int]] = {}
         self._half = _FIRST_BUCKETS  # buckets at the start of the current round of splits; a power of two
@@ -68,7 +70,7 @@ class HashTable:
         """Entry of the key at `offset` in `blob` (padded keys of KEY_BYTES), or 0."""
         a, b, c, d = _unpack_words(blob, offset)
         f = self._factors
-        tag = ((a * f[0] + b * f[1] + c * f[2] + d * f[3] + owner * f[4]) & _MASK64) >> 29 | _TAG_TOP
+        tag = ((a * f[0] + b * f[1] + c * f[2] + d * f[3] + owner * f[4]) & _MASK64) >> 31 | _TAG_TOP
         bucket = tag & (2 * self._half - 1)
         if bucket >= self._buckets:
             bucket -= self._half
@@ -126,19 +128,21 @@ class HashTable:
         self.count -= len(entries)
 
     def _place(self, buckets: Indices, slots: Indices) -> None:
-        """Write each slot into its bucket: the r-th of this batch for one bucket takes its r-th empty place."""
-        order = np.argsort(buckets, kind="stable")
-        buckets, slots = buckets[order], slots[order]
-        positions = np.arange(len(buckets))
-        first = np.ones(len(buckets), np.bool_)
-        np.not_equal(buckets[1:], buckets[:-1], out=first[1:])
-        rank = positions - np.maximum.accumulate(np.where(first, positions, 0))
-        empty = self._slots[buckets] == 0
-        wanted = empty & (np.cumsum(empty, axis=1) == rank[:, None] + 1)
-        column = wanted.argmax(axis=1)
-        placed = wanted[positions, column]
-        self._slots[buckets[placed], column[placed]] = slots[placed]
-        for bucket, slot in zip(buckets[~placed].tolist(), slots[~placed].tolist(), strict=True):
+        """Write each slot into an empty place of its bucket, or into the bucket's list if there is none."""
+        while len(slots):
+            empty = self._slots.take(buckets, axis=0) == 0
+            places = buckets * _SLOTS + empty.argmax(axis=1)
+            full = ~empty.any(axis=1)
+            if full.any():
+                self._spill(buckets[full], slots[full])
+                buckets, slots, places = buckets[~full], slots[~full], places[~full]
+            self._flat_slots[places] = slots
+            # Of several that went for the same place the last one has it; the others try again.
+            lost = self._flat_slots.take(places) != slots
+            buckets, slots = buckets[lost], slots[lost]
+
+    def _spill(self, buckets: Indices, slots: Indices) -> None:
+        for bucket, slot in zip(buckets.tolist(), slots.tolist(), strict=True):
             self._spills.setdefault(bucket, []).append(slot)
             self._spilled[bucket] = True
 
@@ -162,7 +166,7 @@ class HashTable:
     def _grow(self) -> None:
         """Split buckets, in order, until there are three for every two entries."""
         wanted = min(3 * self.count // 2, self._max_buckets) - self._buckets
-        while wanted > 0:
+        while wanted >= _SPLIT_BATCH:
             split = self._buckets - self._half
             count = min(wanted, self._half - split)
             old = self._slots[split : split + count]

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from orbitkv_agent.store.access_log import Entries
-from orbitkv_agent.store.hash_table import KEY_BYTES, KEY_WORDS, MAX_ENTRIES, HashTable, Indices, Keys
+from orbitkv_agent.store.hash_table import KEY_BYTES, KEY_WORDS, HashTable, Indices, Keys
 from orbitkv_agent.store.memory import lazy_zeros
 from orbitkv_agent.store.namespaces import Namespace
 
@@ -26,7 +26,7 @@ class EntryTable:
     """
 
     def __init__(self, max_entries: int) -> None:
-        self.capacity = min(max_entries, MAX_ENTRIES - 1)
+        self.capacity = max_entries
         rows = self.capacity + 1
         self.keys: npt.NDArray[np.uint64] = lazy_zeros((rows, KEY_WORDS), np.uint64)
         """Engine hash, padded with zeros."""
@@ -65,14 +65,14 @@ class EntryTable:
         return self._free_count + self.capacity + 1 - self._fresh
 
     def places(self, shard: int) -> npt.NDArray[np.int64]:
-        """Column of the pages' places for a shard (see `place_of`): 0 none, negated while reserved, positive once committed."""
+        """Column of the places (see `place_of`) of a shard's pages: 0 for none, negated until committed."""
         column = self._places[shard]
         if column is None:
             column = self._places[shard] = lazy_zeros(self.capacity + 1, np.int64)
         return column
 
     def take_rows(self, count: int) -> Indices:
-        """Take `count` free rows, ascending and in long runs where possible: neighbours in a prefix make fast look-ups."""
+        """Take `count` free rows, in long ascending runs where possible: these make look-ups of prefixes fast."""
         reused = min(count, self._free_count)
         self._free_count -= reused
         rows = np.empty(count, np.int64)
@@ -95,8 +95,8 @@ class EntryTable:
         self._free[self._free_count : self._free_count + len(rows)] = rows
         self._free_count += len(rows)
 
-    def touch(self, entries: Entries) -> npt.NDArray[np.int64]:
-        """Give entries new ticks, ascending in their order, and return these. Of an entry named twice the last one holds."""
+    def touch(self, entries: Entries | Indices) -> npt.NDArray[np.int64]:
+        """Give entries new ticks, ascending in their order, and return these. The last mention of an entry holds."""
         ticks = np.arange(self._next_tick, self._next_tick + len(entries), dtype=np.int64)
         self._next_tick += len(entries)
         self.last_tick[entries] = ticks
@@ -104,7 +104,7 @@ class EntryTable:
 
 
 class Group:
-    """One KV cache group of a key space. Page sizes are those of its shards, fixed by each shard's first reservation."""
+    """One KV cache group of a key space. Page sizes go by shard, fixed by each shard's first reservation."""
 
     def __init__(self, key_space: KeySpace, number: int, owner: int) -> None:
         self.key_space = key_space
@@ -152,7 +152,7 @@ class KeySpace:
         return group
 
     def padded(self, blob: bytes) -> bytes:
-        """Hashes one after another, each padded to KEY_BYTES. Raises ValueError if the length is no multiple of theirs."""
+        """Hashes one after another, each padded to KEY_BYTES. Raises ValueError for a piece of a hash."""
         if self.hash_bytes == KEY_BYTES and len(blob) % KEY_BYTES == 0:
             return blob
         count, rest = divmod(len(blob), self.hash_bytes)
@@ -163,7 +163,7 @@ class KeySpace:
         return keys.tobytes()
 
     def lookup_run(self, group: int, blob: bytes) -> Entries:
-        """Entries of the longest leading run of complete pages, shape (run,), for the hashes in `blob`. Changes nothing."""
+        """Entries of the longest leading run of complete pages, shape (run,), for the hashes in `blob`."""
         known = self.groups.get(group)
         if known is None or self.closed:
             return np.zeros(0, np.int32)
@@ -199,7 +199,9 @@ class Index:
             owner = len(self.groups)
             self.groups.append(None)
         else:
-            raise OverflowError(f"The store already keeps {MAX_GROUPS - 1} groups of models: delete unused cache namespaces.")
+            raise OverflowError(
+                f"The store already keeps {MAX_GROUPS - 1} groups of models: delete unused cache namespaces."
+            )
         group = self.groups[owner] = Group(key_space, number, owner)
         self.closed[owner] = False
         return group
@@ -252,7 +254,7 @@ class Index:
         return self._table.find(np.frombuffer(blob, np.uint64).reshape(-1, KEY_WORDS), group.owner)
 
     def add(self, group: Group, keys: Keys) -> Indices:
-        """New entries for distinct keys that have none. The caller checks `entries.available`."""
+        """New entries for distinct keys that have none. Each gets a page, so there are rows as long as there are pages."""
         rows = self.entries.take_rows(len(keys))
         self.entries.keys[rows] = keys
         self.entries.owner[rows] = group.owner
@@ -273,9 +275,12 @@ class Index:
             self._free_owners.append(group.owner)
 
     def _run_length(self, first: int, blob: bytes, position: int, limit: int, owner: int) -> int:
-        """How many of the next `limit` keys are complete entries in the rows from `first` on (at least the first is)."""
+        """How many of the next `limit` keys are complete entries in the rows from `first` on (the first is)."""
         keys, visible = self.entries.keys, self.entries.visible
-        if limit > 1 and keys[first + 1 : first + 2].tobytes() != blob[(position + 1) * KEY_BYTES : (position + 2) * KEY_BYTES]:
+        if (
+            limit > 1
+            and keys[first + 1 : first + 2].tobytes() != blob[(position + 1) * KEY_BYTES : (position + 2) * KEY_BYTES]
+        ):
             return 1
         limit = min(limit, len(keys) - first)
         wanted = blob[position * KEY_BYTES : (position + limit) * KEY_BYTES]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from typing import Any
 
@@ -25,8 +26,6 @@ def lazy_zeros(shape: int | tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArra
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
     memory = mmap.mmap(-1, max(count * kind.itemsize, mmap.PAGESIZE), flags=flags)
     # A kernel built without transparent huge pages refuses the advice, and then needs none.
-    try:
+    with contextlib.suppress(OSError):
         memory.madvise(mmap.MADV_NOHUGEPAGE)
-    except OSError:
-        pass
     return np.frombuffer(memory, dtype=kind, count=count).reshape(dimensions)

@@ -22,6 +22,10 @@ class RetentionClass(IntEnum):
 
 EVICTION_ORDER = (RetentionClass.RECLAIMABLE, RetentionClass.PROBATIONARY, RetentionClass.RETAINED)
 
+# The same as plain numbers: comparing an array with a member of an enumeration takes several times as long.
+NONE = int(RetentionClass.NONE)
+RETAINED = int(RetentionClass.RETAINED)
+
 
 @dataclass
 class NamespaceCounters:
@@ -39,9 +43,9 @@ class NamespaceCounters:
 class Namespace:
     """One cache namespace (tenant).
 
-    `used_bytes` counts pages at padded size, from their reservation to their release. `quota_bytes` bounds it (None: the
-    pool does). `guaranteed_bytes` of it are never evicted for another namespace. `insert_class` is what fresh entries
-    get. Entries of a lower `reset_generation` than the current one are gone.
+    `used_bytes` counts pages at padded size, from their reservation to their release. `quota_bytes` bounds it (None:
+    the pool does). `guaranteed_bytes` of it are never evicted for another namespace. `insert_class` is what fresh
+    entries get. Entries of a lower `reset_generation` than the current one are gone.
     """
 
     def __init__(self, namespace_id: int, name: str, last_ticks: npt.NDArray[np.int64]) -> None:

@@ -25,7 +25,7 @@ def test_hexadecimal_keys() -> None:
         BlockHashes.from_hex(["xy"])
 
 
-@pytest.mark.parametrize("bad", [[b"a", b"bc"], [b""], [b"x" * 65]])
+@pytest.mark.parametrize("bad", [[b"a", b"bc"], [b""], [b"x" * 33]])
 def test_hashes_of_other_sizes_are_refused_by_name(bad: list[bytes]) -> None:
     with pytest.raises(OrbitKVError, match="page_hashes"):
         BlockHashes(bad)

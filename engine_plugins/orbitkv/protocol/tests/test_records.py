@@ -27,12 +27,8 @@ def test_a_slot_used_again_is_not_mistaken_for_the_old_operation(writer: RecordW
     first = writer.open()
     assert first is not None
     writer.close(first, RecordState.DONE)
-    for _ in range(SLOTS - FIRST_SLOT):
-        other = writer.open()
-        assert other is not None
-        if other.slot == first.slot:
-            break
-    assert other.slot == first.slot
+    others = [writer.open() for _ in range(SLOTS - FIRST_SLOT)]
+    other = next(ref for ref in others if ref and ref.slot == first.slot)
     assert reader.state(first) is None
     assert reader.state(other) is RecordState.PENDING
 

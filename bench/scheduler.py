@@ -1,0 +1,5 @@
+"""x"""
+from bench.figures import Figure
+def run() -> list[Figure]:
+    """x"""
+    return []

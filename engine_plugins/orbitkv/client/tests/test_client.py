@@ -1,0 +1,363 @@
+"""The client against a real agent in a process of its own."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from orbitkv.client import (
+    CacheManagerClient,
+    ErrorKind,
+    OrbitKVError,
+    QueryReady,
+    RestoreStatus,
+    SaveNotSubmittedError,
+    SaveStatus,
+)
+from tools.harness.agent import AgentProcess
+
+from .conftest import BLOCKS, Engine, hashes
+
+REPOSITORY = Path(__file__).parents[4]
+
+
+def refused(kind: ErrorKind, match: str | None = None) -> pytest.RaisesExc[OrbitKVError]:
+    return pytest.raises(OrbitKVError, match=match, check=lambda error: error.kind is kind)
+
+
+def reserved_bytes(agent: AgentProcess) -> int:
+    return sum(agent.status()["query"]["reserved_bytes_by_phase"].values())
+
+
+# ---------------------------------------------------------------------------------------------------- save and restore
+
+
+def test_restored_pages_are_equal_to_saved_ones(engine: Engine) -> None:
+    engine.save(hashes(1, 2, 3))
+    before = engine.kv.copy()
+    ready = engine.query("r", hashes(1, 2, 3, 4))
+    assert (ready.pages, ready.boundaries, len(ready.leases)) == (3, ((1, 3, 1),), 1)
+    restore = engine.client.start_restore(engine.registration, ready.leases[0], [np.array([20, 31, 10])])
+    assert engine.client.wait_restore(restore, 10) is RestoreStatus.DONE
+    assert np.array_equal(engine.kv[:, [20, 31, 10]], before[:, [0, 1, 2]])
+    others = np.setdiff1d(np.arange(BLOCKS), [20, 31, 10])
+    assert np.array_equal(engine.kv[:, others], before[:, others]), "a restore writes only where it was told to"
+
+
+def test_a_skipped_page_leaves_its_block_alone(engine: Engine) -> None:
+    engine.save(hashes(1, 2))
+    before = engine.kv.copy()
+    ready = engine.query("r", hashes(1, 2))
+    restore = engine.client.start_restore(engine.registration, ready.leases[0], [np.array([-1, 9])])
+    assert engine.client.wait_restore(restore, 10) is RestoreStatus.DONE
+    assert np.array_equal(engine.kv[:, 9], before[:, 1])
+    untouched = np.setdiff1d(np.arange(BLOCKS), [9])
+    assert np.array_equal(engine.kv[:, untouched], before[:, untouched])
+
+
+def test_layers_become_ready_in_order(engine: Engine) -> None:
+    engine.save(hashes(1, 2))
+    ready = engine.query("r", hashes(1, 2))
+    restore = engine.client.start_restore(engine.registration, ready.leases[0], [np.array([8, 9])], layer_order=True)
+    assert engine.client.wait_restore_enqueued(restore, 10)
+    assert engine.client.wait_layer(restore, 2, 10)
+    assert engine.client.wait_restore(restore, 10) is RestoreStatus.DONE
+    assert engine.client.layers_ready(restore) == 3
+
+
+def test_pages_that_are_there_are_not_copied_again(engine: Engine) -> None:
+    engine.save(hashes(1, 2))
+    handle = engine.client.start_save(engine.registration, [hashes(1, 2, 3)], [np.arange(3)])
+    assert engine.client.wait_save(handle, 10) is SaveStatus.COMMITTED
+    assert (handle.present, handle.positions[0].tolist(), handle.dropped) == (2, [2], {})
+
+
+def test_another_engine_with_the_same_identity_finds_the_pages(agent: AgentProcess, engine: Engine) -> None:
+    engine.save(hashes(1))
+    other = Engine(agent, engine.identity)
+    assert other.query("r", hashes(1)).pages == 1
+    other.client.close()
+
+
+def test_another_model_does_not(agent: AgentProcess, engine: Engine) -> None:
+    engine.save(hashes(1))
+    other = Engine(agent, identity="another model")
+    assert other.query("r", hashes(1)) == QueryReady(reason="miss")
+    other.client.close()
+
+
+def test_another_cache_namespace_does_not(agent: AgentProcess, engine: Engine) -> None:
+    engine.save(hashes(1))
+    other = Engine(agent, engine.identity, cache_namespace="team-b")
+    assert other.query("r", hashes(1)).pages == 0
+    other.client.close()
+
+
+def test_the_example_of_the_documentation(agent: AgentProcess) -> None:
+    example = [sys.executable, str(REPOSITORY / "examples/store_and_restore.py"), "--socket", str(agent.socket_path)]
+    first = subprocess.run(example, capture_output=True, text=True, timeout=60, check=False)
+    assert first.returncode == 0, first.stdout + first.stderr
+    assert first.stdout.splitlines()[0] == "before: 0 of 8 pages are cached"
+    printed = first.stdout.rstrip()
+    assert printed in (REPOSITORY / "docs/client.md").read_text(), "the page shows what the example prints"
+    second = subprocess.run(example, capture_output=True, text=True, timeout=60, check=False)
+    assert second.stdout.splitlines()[0] == "before: 8 of 8 pages are cached"
+
+
+# --------------------------------------------------------------------------------------------------- leases, revisions
+
+
+def test_a_lease_is_used_once(engine: Engine) -> None:
+    engine.save(hashes(1))
+    lease = engine.query("r", hashes(1)).leases[0]
+    first = engine.client.start_restore(engine.registration, lease, [np.array([9])])
+    assert engine.client.wait_restore(first, 10) is RestoreStatus.DONE
+    before = engine.kv.copy()
+    second = engine.client.start_restore(engine.registration, lease, [np.array([10])])
+    assert engine.client.wait_restore(second, 10) is RestoreStatus.FAILED
+    assert second.error is not None
+    assert second.error.kind is ErrorKind.STALE
+    assert np.array_equal(engine.kv, before)
+
+
+def test_the_same_question_keeps_its_lease_and_other_hashes_retire_it(engine: Engine) -> None:
+    engine.save(hashes(1, 2))
+    first = engine.query("r", hashes(1, 2))
+    assert engine.query("r", hashes(1, 2)) is first
+    second = engine.query("r", hashes(1))
+    restore = engine.client.start_restore(engine.registration, first.leases[0], [np.array([9, 10])])
+    assert engine.client.wait_restore(restore, 10) is RestoreStatus.FAILED
+    restore = engine.client.start_restore(engine.registration, second.leases[0], [np.array([9])])
+    assert engine.client.wait_restore(restore, 10) is RestoreStatus.DONE
+
+
+@pytest.mark.parametrize("how", ["cancel", "release"])
+def test_leases_given_back_leave_nothing_reserved(agent: AgentProcess, engine: Engine, how: str) -> None:
+    engine.save(hashes(1))
+    ready = engine.query("r", hashes(1))
+    assert reserved_bytes(agent) > 0
+    if how == "cancel":
+        engine.client.cancel_query("r")
+    else:
+        engine.client.release(ready)
+    engine.client.health()  # comes after it on the same connection
+    assert reserved_bytes(agent) == 0
+
+
+def test_a_plan_with_a_block_named_twice_is_refused_before_anything_is_sent(engine: Engine) -> None:
+    engine.save(hashes(1, 2))
+    lease = engine.query("r", hashes(1, 2)).leases[0]
+    with refused(ErrorKind.INVALID, "named twice"):
+        engine.client.start_restore(engine.registration, lease, [np.array([9, 9])])
+    with refused(ErrorKind.INVALID, "blocks 0 to 31"):
+        engine.client.start_restore(engine.registration, lease, [np.array([9, 32])])
+
+
+def test_a_plan_of_the_wrong_length_is_refused_by_the_agent(engine: Engine) -> None:
+    engine.save(hashes(1, 2))
+    lease = engine.query("r", hashes(1, 2)).leases[0]
+    restore = engine.client.start_restore(engine.registration, lease, [np.array([9])])
+    assert engine.client.wait_restore(restore, 10) is RestoreStatus.FAILED
+    assert restore.error is not None
+    assert restore.error.kind is ErrorKind.INVALID
+
+
+# ------------------------------------------------------------------------------------------------- registration, saves
+
+
+def test_a_retired_registration_accepts_nothing_new(engine: Engine) -> None:
+    engine.save(hashes(1))
+    lease = engine.query("r", hashes(1)).leases[0]
+    engine.client.unregister_context(engine.registration)
+    with refused(ErrorKind.STALE, "retired"):
+        engine.client.start_restore(engine.registration, lease, [np.array([9])])
+    with pytest.raises(SaveNotSubmittedError, match="retired"):
+        engine.client.prepare_save(engine.registration, [hashes(2)], [np.array([1])])
+
+
+def test_a_registration_belongs_to_its_client(agent: AgentProcess, engine: Engine) -> None:
+    other = Engine(agent)
+    with pytest.raises(SaveNotSubmittedError, match="another client"):
+        other.client.start_save(engine.registration, [hashes(2)], [np.array([1])])
+    other.client.close()
+
+
+def test_a_prepared_save_can_be_cancelled_and_is_not_submitted_afterwards(engine: Engine) -> None:
+    handle = engine.client.prepare_save(engine.registration, [hashes(1)], [np.array([0])])
+    assert engine.client.cancel_save(handle)
+    with pytest.raises(SaveNotSubmittedError):
+        engine.client.submit_saves([handle])
+    assert engine.query("r", hashes(1)).pages == 0
+
+
+def test_a_batch_with_one_bad_save_submits_none(engine: Engine) -> None:
+    good = engine.client.prepare_save(engine.registration, [hashes(1)], [np.array([0])])
+    cancelled = engine.client.prepare_save(engine.registration, [hashes(2)], [np.array([1])])
+    engine.client.cancel_save(cancelled)
+    with pytest.raises(SaveNotSubmittedError):
+        engine.client.submit_saves([good, cancelled])
+    assert engine.client.poll_save(good) is SaveStatus.PREPARED
+    engine.client.submit_saves([good])
+    assert engine.client.wait_save(good, 10) is SaveStatus.COMMITTED
+
+
+def test_a_voided_save_never_becomes_visible(agent: AgentProcess, engine: Engine) -> None:
+    agent.pause()  # the save waits for the agent's plan
+    handle = engine.client.start_save(engine.registration, [hashes(1)], [np.array([0])])
+    assert engine.client.void_save(handle)
+    agent.resume()
+    assert engine.client.wait_save(handle, 10) is SaveStatus.FAILED
+    assert engine.query("r", hashes(1)).pages == 0
+
+
+def test_mismatched_hashes_and_blocks_start_nothing(engine: Engine) -> None:
+    with pytest.raises(SaveNotSubmittedError, match="same number"):
+        engine.client.start_save(engine.registration, [hashes(1, 2)], [np.array([0])])
+
+
+# ----------------------------------------------------------------------------------------------------------- the agent
+
+
+def test_no_agent_is_said_with_the_path(tmp_path: Path) -> None:
+    path = str(tmp_path / "nobody.sock")
+    with refused(ErrorKind.UNAVAILABLE, path):
+        CacheManagerClient(path)
+
+
+def test_a_socket_of_another_user_is_sent_nothing(agent: AgentProcess) -> None:
+    with refused(ErrorKind.DENIED, f"runs as user {os.geteuid()}, not 54321"):
+        CacheManagerClient(str(agent.socket_path), server_uid=54321)
+
+
+def test_health_and_liveness(agent: AgentProcess, engine: Engine) -> None:
+    assert engine.client.health()[0]
+    assert engine.client.peer_alive()
+    agent.pause()
+    assert engine.client.peer_alive(), "a stalled agent is alive"
+    with refused(ErrorKind.TIMEOUT):
+        engine.client.health(timeout_ms=50)
+    agent.resume()
+    assert engine.client.health()[0]
+
+
+def test_when_the_agent_dies_every_handle_ends_and_calls_say_so(own_agent: AgentProcess) -> None:
+    agent, engine = own_agent, Engine(own_agent)
+    engine.save(hashes(1))
+    lease = engine.query("r", hashes(1)).leases[0]
+    agent.pause()
+    restore = engine.client.start_restore(engine.registration, lease, [np.array([9])])
+    save = engine.client.start_save(engine.registration, [hashes(2)], [np.array([1])])
+    agent.kill9()
+    assert engine.client.wait_restore(restore, 10) is RestoreStatus.FAILED
+    assert engine.client.wait_save(save, 10) is SaveStatus.NOT_SUBMITTED
+    assert not engine.client.peer_alive()
+    with refused(ErrorKind.UNAVAILABLE):
+        engine.client.query_prefetch("r2", [hashes(1)], instance=engine.instance)
+    with refused(ErrorKind.UNAVAILABLE):
+        engine.client.start_restore(engine.registration, lease, [np.array([9])])
+    assert engine.client.lost is not None
+    engine.client.close()
+
+
+def test_an_answer_that_comes_too_late_leaves_nothing_leased(agent: AgentProcess, engine: Engine) -> None:
+    engine.save(hashes(1))
+    agent.pause()
+    start = time.monotonic()
+    with refused(ErrorKind.TIMEOUT):
+        engine.client.query_prefetch("r", [hashes(1)], instance=engine.instance, timeout_ms=20)
+    assert time.monotonic() - start < 1
+    agent.resume()
+    again = engine.query("r", hashes(1))
+    assert again.pages == 1
+    assert agent.status()["leases"]["live"] == 1, "the answer that came too late was given back"
+    engine.client.cancel_query("r")
+    engine.client.health()
+    assert agent.status()["leases"]["live"] == 0
+
+
+def test_cancelling_towards_a_stalled_agent_never_waits(agent: AgentProcess, engine: Engine) -> None:
+    agent.pause()
+    start = time.monotonic()
+    for i in range(2000):
+        with pytest.raises(OrbitKVError):
+            engine.client.query_prefetch(f"r{i}", [hashes(1)], instance=engine.instance, timeout_ms=0)
+        engine.client.cancel_query(f"r{i}")
+    assert time.monotonic() - start < 5
+    agent.resume()
+    assert engine.query("r", hashes(1)).reason == "miss"
+
+
+# -------------------------------------------------------------------------------------------------- process boundaries
+
+
+def test_a_forked_child_may_not_use_the_client(engine: Engine) -> None:
+    child = os.fork()
+    if child == 0:
+        try:
+            engine.client.health()
+        except OrbitKVError as error:
+            os._exit(0 if error.kind is ErrorKind.CLOSED else 2)
+        os._exit(3)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert engine.client.health()[0], "the parent goes on"
+
+
+def test_polling_makes_no_system_call(engine: Engine) -> None:
+    """A child in seccomp's strict mode may only read, write and exit: anything else kills it."""
+    engine.save(hashes(1))
+    lease = engine.query("r", hashes(1)).leases[0]
+    restore = engine.client.start_restore(engine.registration, lease, [np.array([9])])
+    save = engine.client.start_save(engine.registration, [hashes(2)], [np.array([1])])
+    engine.client.wait_restore(restore, 10)
+    engine.client.wait_save(save, 10)
+    client, libc = engine.client, ctypes.CDLL(None)
+    read_end, write_end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        libc.prctl(22, 1)  # PR_SET_SECCOMP, SECCOMP_MODE_STRICT
+        for _ in range(20_000):
+            client.poll_restore(restore)
+            client.poll_save(save)
+            client.layers_ready(restore)
+            client.restore_completions_ready()
+            client.instance_changed()
+        os.write(write_end, b"done")
+        libc.syscall(60, 0)  # exit: the only way out that strict mode allows
+    os.close(write_end)
+    assert os.waitpid(child, 0)[1] == 0, "the child was killed: polling made a system call"
+    assert os.read(read_end, 4) == b"done"
+    os.close(read_end)
+
+
+def test_closing_ends_the_thread_and_closes_the_descriptors(agent: AgentProcess) -> None:
+    def descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    before, threads = descriptors(), threading.active_count()
+    for i in range(5):
+        engine = Engine(agent)
+        engine.save(hashes(i))
+        engine.client.close()
+        engine.client.close()
+    assert descriptors() == before
+    assert threading.active_count() == threads
+    with refused(ErrorKind.CLOSED):
+        engine.client.health()
+
+
+def test_close_finishes_what_was_queued(agent: AgentProcess) -> None:
+    engine = Engine(agent)
+    handles = [engine.client.start_save(engine.registration, [hashes(100 + i)], [np.array([i])]) for i in range(20)]
+    engine.client.close()
+    assert all(handle.status.pages_released for handle in handles)
+    other = Engine(agent, engine.identity)
+    assert other.query("r", hashes(*range(100, 120))).pages == 20
+    other.client.close()

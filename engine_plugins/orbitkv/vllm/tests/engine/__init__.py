@@ -1,0 +1,1 @@
+"""The connector in the real engine, with a real agent. Runs in the engine's environment."""

@@ -1,0 +1,100 @@
+"""What the tests share: models, a nursery that starts engines fast, one agent, and one engine for tests that
+harm nothing."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orbitkv.vllm.tests.engine.models import AgentMaker, EngineMaker, Models, Pair, make_models
+from tools.harness.agent import AgentProcess
+from tools.harness.engine import EngineProcess, EngineSpec, Nursery, orbitkv_connector
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("engine")
+
+
+@pytest.fixture(scope="session")
+def nursery(folder: Path) -> Iterator[Nursery]:
+    nursery = Nursery(folder)
+    yield nursery
+    nursery.close()
+
+
+@pytest.fixture(scope="session")
+def models(folder: Path, nursery: Nursery) -> Models:
+    # after the nursery's start, so that both work at the same time
+    return make_models(folder / "models")
+
+
+@pytest.fixture(scope="session")
+def agent(folder: Path) -> Iterator[AgentProcess]:
+    with AgentProcess(folder) as agent:
+        yield agent
+
+
+@pytest.fixture(scope="session")
+def shared(folder: Path, agent: AgentProcess, nursery: Nursery, models: Models) -> Iterator[Pair]:
+    """One engine and its agent, for tests that leave both as they found them but for what is cached."""
+    spec = EngineSpec(
+        models.llama, orbitkv_connector(agent.socket_path), {"kv_events_endpoint": f"ipc://{folder}/events"}
+    )
+    with EngineProcess(folder, spec, "shared", nursery) as engine:
+        yield Pair(engine.ready(), agent)
+
+
+@pytest.fixture(scope="session")
+def plain(folder: Path, nursery: Nursery, models: Models) -> Iterator[EngineProcess]:
+    """An engine without OrbitKV, in 32 bits: the control run of tests in which requests run side by side."""
+    with EngineProcess(folder, EngineSpec(models.llama, None, {"dtype": "float32"}), "plain", nursery) as engine:
+        yield engine.ready()
+
+
+@pytest.fixture
+def start_engine(
+    folder: Path, nursery: Nursery, models: Models, request: pytest.FixtureRequest
+) -> Iterator[EngineMaker]:
+    """Starts engines for one test: `start_engine(agent, arguments..., model=..., settings={OrbitKV's})`."""
+    with ExitStack() as stack:
+        count = 0
+
+        def start(
+            agent: AgentProcess | Path | None,
+            *,
+            model: Path | None = None,
+            settings: dict[str, Any] | None = None,
+            connector: dict[str, Any] | None = None,
+            environment: dict[str, str] | None = None,
+            wait: bool = True,
+            **arguments: Any,
+        ) -> EngineProcess:
+            nonlocal count
+            count += 1
+            if agent is not None:
+                path = agent if isinstance(agent, Path) else agent.socket_path
+                connector = {**orbitkv_connector(path, **(settings or {})), **(connector or {})}
+            spec = EngineSpec(model or models.llama, connector, arguments, environment or {})
+            name = f"{request.node.name.partition('[')[0][-40:]}-{count}"
+            engine = stack.enter_context(EngineProcess(folder, spec, name, nursery))
+            return engine.ready() if wait else engine
+
+        yield start
+
+
+@pytest.fixture
+def start_agent(folder: Path, request: pytest.FixtureRequest) -> Iterator[AgentMaker]:
+    """Starts an agent for one test, with the agent's settings as arguments."""
+    with ExitStack() as stack:
+        count = 0
+
+        def start(name: str = "", **settings: Any) -> AgentProcess:
+            nonlocal count
+            count += 1
+            chosen = name or f"{request.node.name.partition('[')[0][-30:]}-agent-{count}"
+            return stack.enter_context(AgentProcess(folder, chosen, **settings))
+
+        yield start

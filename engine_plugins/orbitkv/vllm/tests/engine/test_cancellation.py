@@ -1,0 +1,165 @@
+"""A client that goes away at any stage of its request leaves nothing behind, and nothing wrong."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from orbitkv.vllm.tests.engine.checks import assert_same_answer, full_blocks, saved, tokens
+from orbitkv.vllm.tests.engine.models import Models, Pair
+from tools.harness.agent import AgentProcess
+from tools.harness.engine import Answer, EngineProcess, EngineSpec, Nursery, Prompt, orbitkv_connector
+from tools.harness.process import wait_until
+
+pytestmark = pytest.mark.timeout(300)
+
+BLOCKS = 64
+PROMPT = tokens("cancelled", 400)
+
+
+@pytest.fixture(scope="module")
+def pair(folder: Path, nursery: Nursery, models: Models) -> Iterator[Pair]:
+    """An engine of few blocks that steps on command, and an agent of its own that may be stopped."""
+    with AgentProcess(folder, "cancellation-agent") as agent:
+        spec = EngineSpec(models.llama, orbitkv_connector(agent.socket_path), {"num_gpu_blocks_override": BLOCKS})
+        with EngineProcess(folder, spec, "cancellation", nursery) as engine:
+            engine.ready()
+            yield Pair(engine, agent)
+
+
+@pytest.fixture(scope="module")
+def expected(pair: Pair) -> Answer:
+    """The answer from the engine's own cache."""
+    engine, agent = pair
+    engine.ask(PROMPT)
+    answer = engine.ask(PROMPT, logprobs=1)
+    saved(engine, agent)
+    return answer
+
+
+@pytest.fixture
+def cancelled(pair: Pair, expected: Answer) -> Iterator[Pair]:
+    """The pair with the prompt in OrbitKV only, held between steps; afterwards nothing may be left of the
+    test's requests."""
+    engine, agent = pair
+    wait_until(lambda: restored(engine), "the prompt comes from OrbitKV again", 20)
+    engine.reset()
+    free = engine.call("free_blocks")
+    engine.call("hold", held=True)
+    yield pair
+    agent.resume()
+    engine.call("hold", held=False)
+    engine.settle()
+    agent.wait_at_rest()
+    assert engine.call("free_blocks") == free, "blocks of a cancelled request did not come back"
+    answer = engine.ask(PROMPT, logprobs=1)
+    assert_same_answer(answer, expected, "the same prompt after a cancelled request")
+
+
+def restored(engine: EngineProcess) -> bool:
+    """Whether the prompt comes from OrbitKV when the engine has forgotten it."""
+    engine.reset()
+    return engine.ask(PROMPT).orbitkv_tokens == full_blocks(len(PROMPT))
+
+
+def submit(engine: EngineProcess, tokens: list[int] = PROMPT, max_tokens: int = 8) -> str:
+    """Hands one request over."""
+    return engine.submit([Prompt(tokens, max_tokens=max_tokens)])[0]
+
+
+def test_cancelled_before_it_was_looked_up(cancelled: Pair) -> None:
+    engine, _ = cancelled
+    engine.call("abort", requests=[submit(engine)])
+
+
+def test_cancelled_while_ready_and_waiting_for_blocks(cancelled: Pair) -> None:
+    engine, agent = cancelled
+    large = submit(engine, tokens("takes nearly all blocks", 1700), max_tokens=200)
+    engine.call("step_until", request=large, statuses=["RUNNING"], seconds=10)
+    waiting = submit(engine)
+    engine.call("step", count=3)
+    assert engine.call("status", request=waiting) == "WAITING"
+    assert agent.status()["leases"]["live"] == 1, "the waiting request holds no lease: the test shows nothing"
+    engine.call("abort", requests=[waiting])
+    engine.call("step", count=1)
+    agent.wait(lambda status: status["leases"]["live"] == 0, "the lease of the cancelled request returns")
+    engine.call("abort", requests=[large])
+
+
+def test_cancelled_in_the_step_that_allocated_and_submitted_it(cancelled: Pair) -> None:
+    engine, _ = cancelled
+    engine.call("abort_in_step", requests=[submit(engine)])
+
+
+def test_cancelled_while_its_restore_is_pending(cancelled: Pair) -> None:
+    engine, agent = cancelled
+    engine.call("stop_process_after_hit", pid=agent.pid)
+    request = submit(engine)
+    engine.call("step", count=3)
+    assert engine.call("status", request=request) == "WAITING_FOR_REMOTE_KVS", "the restore did not stay pending"
+    engine.call("abort", requests=[request])
+    engine.call("step", count=3)
+    agent.resume()
+
+
+def test_restore_that_the_agent_never_begins_is_computed_instead(cancelled: Pair, expected: Answer) -> None:
+    engine, agent = cancelled
+    engine.call("stop_process_after_hit", pid=agent.pid)
+    [request] = engine.submit([Prompt(PROMPT, logprobs=1)])
+    [answer] = engine.results([request])
+    assert answer.tokens == expected.tokens, "the answer of a request whose restore was given up"
+
+
+def test_cancelled_when_restored_and_not_scheduled(cancelled: Pair) -> None:
+    engine, _ = cancelled
+    request = submit(engine)
+    engine.call("step_until", request=request, statuses=["RESTORED"], seconds=10)
+    engine.call("abort", requests=[request])
+
+
+def test_cancelled_while_running_with_saves(cancelled: Pair) -> None:
+    engine, agent = cancelled
+    agent.pause()
+    request = submit(engine, tokens("running with saves", 500), max_tokens=100)
+    engine.call("step_until", request=request, statuses=["RUNNING"], seconds=10)
+    engine.call("step", count=5)
+    engine.call("abort", requests=[request])
+    engine.call("step", count=3)
+    agent.resume()
+
+
+def test_cancelled_after_its_end_while_its_blocks_are_held(cancelled: Pair) -> None:
+    engine, agent = cancelled
+    request = submit(engine, tokens("finished and held", 500), max_tokens=2)
+    engine.call("step", count=1)  # looked up while the agent answers, so that what is computed is to be saved
+    agent.pause()
+    status = engine.call("step_until", request=request, statuses=["FINISHED_LENGTH_CAPPED", "GONE"], seconds=10)
+    engine.call("abort", requests=[request])
+    engine.call("step", count=3)
+    agent.resume()
+    assert status in ("FINISHED_LENGTH_CAPPED", "GONE")
+
+
+def test_cancelled_while_its_lookup_is_loading(folder: Path, nursery: Nursery, models: Models, tmp_path: Path) -> None:
+    """Loading lasts while other queries hold the budget; here it is smaller than what two requests need."""
+    with AgentProcess(folder, "loading-agent", pool="64Mi", instance_budget="256Ki") as agent:
+        connector = orbitkv_connector(agent.socket_path, max_wait_ms=60_000)
+        spec = EngineSpec(models.llama, connector, {"num_gpu_blocks_override": BLOCKS})
+        with EngineProcess(folder, spec, "loading", nursery) as engine:
+            expected = engine.ask(PROMPT, logprobs=1)
+            other = tokens("holds the budget", 400)
+            engine.ask(other)
+            saved(engine, agent)
+            engine.reset()
+            engine.call("hold", held=True)
+            engine.call("stop_process_after_hit", pid=agent.pid)
+            holder = submit(engine, other)
+            engine.call("step", count=1)  # its restore is pending, its bytes are charged
+            agent.resume()
+            waiting = submit(engine)
+            engine.call("abort", requests=[waiting])
+            engine.call("hold", held=False)
+            engine.results([holder])
+            engine.settle()
+            agent.wait_at_rest()
+            assert_same_answer(engine.ask(PROMPT, logprobs=1), expected, "after a lookup that was cancelled")

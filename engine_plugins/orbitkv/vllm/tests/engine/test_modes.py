@@ -1,0 +1,89 @@
+"""Other kinds of engines: several workers, speculation, a sliding window, a layout that was read wrong."""
+
+import pytest
+
+from orbitkv.vllm.tests.engine.checks import (
+    BLOCK,
+    assert_bit_equal,
+    assert_same_answer,
+    assert_sources,
+    full_blocks,
+    saved,
+    tokens,
+)
+from orbitkv.vllm.tests.engine.models import AgentMaker, EngineMaker, Models
+from tools.harness.agent import AgentProcess
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def test_two_tensor_parallel_workers_restore_each_its_part(agent: AgentProcess, start_engine: EngineMaker) -> None:
+    engine = start_engine(agent, tensor_parallel_size=2, environment={"VLLM_CPU_OMP_THREADS_BIND": "0|1"})
+    prompt = tokens("two workers", 300)
+    engine.ask(prompt)
+    hbm = engine.ask(prompt, logprobs=1)
+    saved(engine, agent)
+    before = engine.blocks()
+    engine.reset()
+    restored = engine.ask(prompt, logprobs=1)
+    assert_sources(restored, hbm=0, orbitkv=full_blocks(300), what="two workers")
+    assert_same_answer(restored, hbm, "two workers")
+    assert_bit_equal(engine.blocks(), before, 300 // BLOCK, "pages of both workers")
+
+
+def test_speculation_saves_accepted_tokens_only(agent: AgentProcess, start_engine: EngineMaker) -> None:
+    speculation = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    engine = start_engine(agent, speculative_config=speculation)
+    prompt = tokens("over and over", 20) * 6
+    answer = engine.ask(prompt, max_tokens=120)
+    assert engine.metric("vllm:spec_decode_num_draft_tokens_total") > 0, "nothing was drafted: the test shows nothing"
+    saved(engine, agent)
+    before = engine.blocks()
+    turn = prompt + answer.tokens
+    hbm = engine.ask(turn, logprobs=1, max_tokens=20)
+    engine.reset()
+    restored = engine.ask(turn, logprobs=1, max_tokens=20)
+    assert_sources(restored, hbm=0, orbitkv=full_blocks(len(turn)), what="pages filled under speculation")
+    assert_same_answer(restored, hbm, "pages filled under speculation")
+    assert_bit_equal(engine.blocks(), before, len(turn) // BLOCK, "pages filled under speculation")
+
+
+def test_sliding_window_model_is_restored_right_or_refused_by_name(
+    models: Models, agent: AgentProcess, start_engine: EngineMaker
+) -> None:
+    engine = start_engine(agent, model=models.gemma)
+    prompt = tokens("window", 300)
+    cold = engine.ask(prompt, logprobs=1)
+    hbm = engine.ask(prompt, logprobs=1)
+    assert hbm.hbm_tokens > 0 and cold.tokens == hbm.tokens
+    saved(engine, agent)
+    engine.reset()
+    again = engine.ask(prompt, logprobs=1)
+    if again.orbitkv_tokens == 0:
+        assert "window of 64 tokens" in engine.log_text(), "nothing is restored, and the log does not name the window"
+        assert_same_answer(again, cold, "a model with a sliding window, computed again")
+    else:
+        assert_same_answer(again, hbm, "a model with a sliding window, restored")
+
+
+def test_wrong_strides_are_caught_and_the_engine_serves_on(start_agent: AgentMaker, start_engine: EngineMaker) -> None:
+    agent = start_agent()
+    engine = start_engine(
+        agent,
+        connector={
+            "kv_connector": "WrongStridesConnector",
+            "kv_connector_module_path": "orbitkv.vllm.tests.engine.wrong_strides",
+        },
+    )
+    prompt = tokens("strides", 300)
+    cold = engine.ask(prompt, logprobs=1)
+    saved(engine, agent)
+    engine.reset()
+    again = engine.ask(prompt, logprobs=1)
+    assert_sources(again, hbm=0, orbitkv=0, what="a connector that reads the layout wrong")
+    assert_same_answer(again, cold, "computed twice")
+    status = agent.wait(lambda status: any(row["off"] for row in status["instances"]), "the agent knows that it is off")
+    assert "layers" in str(status["instances"]), f"the reason names no layer: {status['instances']}"
+    log = engine.log_text()
+    assert "strides" in log and "layer" in log, "the engine's log names neither layer nor strides"
+    assert status["cache"]["resident_bytes"] == 0, "pages were kept although the layout is not proven"

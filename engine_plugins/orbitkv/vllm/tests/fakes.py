@@ -1,0 +1,218 @@
+"""An agent in memory, as the scheduler's half sees it through its client, and the workers of an engine."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from orbitkv.client import (
+    BlockHashes,
+    ErrorKind,
+    Instance,
+    InstanceState,
+    OrbitKVError,
+    QueryLoading,
+    QueryReady,
+)
+from orbitkv.protocol.messages import Events, LeasedPages
+from orbitkv.vllm.metadata import Load, Save, StepMetadata, WorkerReport
+
+
+@dataclass
+class FakeAgent:
+    """What the agent holds and how it behaves.
+
+    Attributes:
+        pages: hashes that can be restored.
+        loading: queries stay without an answer.
+        silent: no call is answered.
+        gone: every call fails.
+        serving: instances may hit.
+        shards: leases of an answer.
+    """
+
+    pages: set[bytes] = field(default_factory=set)
+    loading: bool = False
+    silent: bool = False
+    gone: bool = False
+    serving: bool = True
+    shards: int = 1
+    boots: int = 0
+    leases: set[int] = field(default_factory=set)
+    cancelled: list[str] = field(default_factory=list)
+    queries: list[tuple[str, int]] = field(default_factory=list)
+    generation: int = 0
+    busy: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+    removed: list[bytes] = field(default_factory=list)
+    waited_ms: list[float] = field(default_factory=list)
+
+
+class FakeClient:
+    """The client's calls that the scheduler's half makes."""
+
+    _numbers = itertools.count(1)
+
+    def __init__(self, agent: FakeAgent) -> None:
+        self.agent = agent
+        if agent.gone:
+            raise OrbitKVError(ErrorKind.UNAVAILABLE, "no OrbitKV agent at /nowhere.sock: there is no such socket")
+        self.boot_id = f"boot-{agent.boots}"
+        self.lost: OrbitKVError | None = None
+        self.options = agent.options
+        self.closed = False
+        self._ready: dict[str, tuple[list[BlockHashes], QueryReady]] = {}
+        self._loading: dict[str, list[BlockHashes]] = {}
+        self._changed = False
+
+    def _call(self, timeout_ms: float | None) -> None:
+        assert not self.closed, "a closed client was used"
+        if self.agent.gone:
+            raise OrbitKVError(ErrorKind.UNAVAILABLE, "lost the OrbitKV agent")
+        if timeout_ms is not None:
+            self.agent.waited_ms.append(timeout_ms)
+        if self.agent.silent:
+            raise OrbitKVError(ErrorKind.TIMEOUT, "the OrbitKV agent did not answer in time")
+
+    def health(self, timeout_ms: float | None = None) -> tuple[bool, str]:
+        self._call(timeout_ms)
+        return True, ""
+
+    def peer_alive(self) -> bool:
+        return not self.agent.gone
+
+    def attach_instance(
+        self, instance: Instance, *, key_generation: str = "", events: bool = False, timeout_ms: float | None = None
+    ) -> InstanceState:
+        self._call(timeout_ms)
+        self._changed = False
+        return InstanceState(self.agent.serving, "" if self.agent.serving else "no worker has registered", "")
+
+    def instance_changed(self) -> bool:
+        return self._changed
+
+    def reset_instance(self, instance: Instance, timeout_ms: float | None = None) -> str:
+        self._call(timeout_ms)
+        if self.agent.busy:
+            raise OrbitKVError(ErrorKind.BUSY, "it still has saves")
+        self.agent.generation += 1
+        self.agent.pages.clear()
+        return f"generation-{self.agent.generation}"
+
+    def take_events(self, instance: Instance, timeout_ms: float | None = None) -> Events | None:
+        if not self.agent.removed:
+            return None
+        gone, self.agent.removed = self.agent.removed, []
+        return Events([BlockHashes(gone).wire()], False)
+
+    def query_prefetch(
+        self,
+        request_id: str,
+        hashes: Sequence[BlockHashes],
+        *,
+        instance: Instance,
+        max_wait_ms: int = 2000,
+        wait_for_full_prefix: bool = False,
+        proof: bool = False,
+        timeout_ms: float | None = None,
+    ) -> QueryLoading | QueryReady:
+        known = self._ready.get(request_id)
+        if known is not None and known[0] == list(hashes):
+            return known[1]
+        self._call(timeout_ms)
+        self.cancel_query(request_id, told=False)
+        self.agent.queries.append((request_id, len(hashes[0])))
+        if self.agent.loading:
+            self._loading[request_id] = list(hashes)
+            return QueryLoading(True)
+        count = 0
+        for page_hash in hashes[0]:
+            if page_hash not in self.agent.pages:
+                break
+            count += 1
+        if not count:
+            return QueryReady(reason="miss")
+        leases = tuple(next(self._numbers) for _ in range(self.agent.shards))
+        self.agent.leases.update(leases)
+        ready = QueryReady(
+            leases=leases,
+            pages=count,
+            boundaries=((1, count, 1),),
+            group_pages=(LeasedPages(0, 0, count),),
+            bytes=count * 4096,
+            tier="dram",
+        )
+        self._ready[request_id] = (list(hashes), ready)
+        return ready
+
+    def query_loading(self, request_id: str) -> bool:
+        return self.agent.loading and request_id in self._loading
+
+    def cancel_query(self, request_id: str, told: bool = True) -> None:
+        self._loading.pop(request_id, None)
+        known = self._ready.pop(request_id, None)
+        if known is not None:
+            self.agent.leases.difference_update(known[1].leases)
+        if told:
+            self.agent.cancelled.append(request_id)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class FakeWorkers:
+    """The workers of an engine: they carry out a step's metadata against the fake agent, when the test lets them.
+
+    Attributes:
+        hold_saves: saves do not end.
+        hold_loads: loads do not end.
+        fail_loads: loads fail.
+    """
+
+    def __init__(self, agent: FakeAgent, workers: int = 1) -> None:
+        self.agent = agent
+        self.workers = workers
+        self.hold_saves = self.hold_loads = self.fail_loads = False
+        self.loads: list[Load] = []
+        self.saves: list[Save] = []
+        self.started: list[Load] = []
+        self.saved: list[Save] = []
+        self.preempted: list[frozenset[str]] = []
+        self.held: set[str] = set()
+
+    def run(self, step: StepMetadata) -> dict[str, Any]:
+        """Return the fields of the step's KVConnectorOutput."""
+        self.loads += step.loads
+        self.started += step.loads
+        self.saves += step.saves
+        self.saved += step.saves
+        self.held |= step.held
+        if step.preempted:
+            self.preempted.append(step.preempted)
+        report = WorkerReport()
+        received: set[str] = set()
+        invalid: set[int] = set()
+        if not self.hold_loads:
+            for load in self.loads:
+                received.add(load.request_id)
+                if self.fail_loads or not load.leases or not self.agent.leases.issuperset(load.leases):
+                    report.failed_loads.add(load.request_id)
+                    invalid.update(block for block in load.blocks if block >= 0)
+                self.agent.leases.difference_update(load.leases)
+            self.loads = []
+        if not self.hold_saves:
+            for save in self.saves:
+                report.ended[save.number] = report.kept[save.number] = self.workers
+                size = len(save.hashes) // len(save.blocks)
+                self.agent.pages.update(save.hashes[i : i + size] for i in range(0, len(save.hashes), size))
+            self.saves = []
+        sent = self.held - {save.request_id for save in self.saves}
+        self.held -= sent
+        return {
+            "kv_connector_worker_meta": report if report else None,
+            "finished_recving": received or None,
+            "finished_sending": sent or None,
+            "invalid_block_ids": invalid,
+        }

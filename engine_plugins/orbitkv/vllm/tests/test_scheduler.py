@@ -1,0 +1,621 @@
+"""The scheduler's half inside vLLM's real scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from orbitkv.vllm.tests.fakes import FakeAgent
+from orbitkv.vllm.tests.scheduling import BLOCK, Engine
+
+Start = Callable[..., Engine]
+
+
+def prompt(count: int, seed: int = 0) -> list[int]:
+    return [(seed * 31 + i * 7) % 250 + 3 for i in range(count)]
+
+
+def test_a_repeated_prompt_is_restored(start: Start) -> None:
+    engine = start()
+    engine.serve("first", prompt(70))
+    engine.reset_hbm()
+    engine.add("again", prompt(70))
+    engine.step()
+    (load,) = engine.workers.started
+    assert load.request_id == "again"
+    assert len(load.blocks) == 4
+    output = engine.step()
+    assert output.num_scheduled_tokens == {"again": 70 - 64}
+    engine.run()
+    engine.assert_at_rest()
+
+
+def test_a_prompt_of_exactly_n_pages_leaves_its_last_page_to_compute(start: Start) -> None:
+    engine = start()
+    engine.serve("first", prompt(4 * BLOCK))
+    engine.reset_hbm()
+    engine.add("again", prompt(4 * BLOCK))
+    engine.step()
+    output = engine.step()
+    assert output.num_scheduled_tokens == {"again": BLOCK}
+    engine.run()
+    engine.assert_at_rest()
+
+
+def test_pages_of_generated_tokens_are_kept_as_well(start: Start) -> None:
+    engine = start()
+    request = engine.serve("first", prompt(20), answer=40)
+    # The last sampled token was never computed.
+    assert len(engine.agent.pages) == (20 + 40 - 1) // BLOCK
+    assert set(request.block_hashes[:3]) == engine.agent.pages
+
+
+def test_save_decode_off_keeps_the_prompt_only(start: Start) -> None:
+    engine = start(extra={"orbitkv.save_decode": False})
+    engine.serve("first", prompt(20), answer=40)
+    assert len(engine.agent.pages) == 1
+
+
+@pytest.mark.guard("vllm-computed-only")
+def test_a_chunk_saves_only_what_is_computed(start: Start) -> None:
+    engine = start(batched_tokens=40)
+    engine.add("long", prompt(200))
+    seen = 0
+    while not engine.agent.pages or seen < 200:
+        output = engine.step()
+        seen += output.num_scheduled_tokens.get("long", 0)
+        assert sum(len(save.blocks) for save in engine.workers.saved) == min(seen, 200) // BLOCK
+    engine.run()
+    engine.assert_at_rest()
+
+
+def test_draft_tokens_are_never_saved(start: Start) -> None:
+    engine = start(ngram=True)
+    request = engine.add("spec", prompt(30), answer=60)
+    while engine.scheduler.has_requests():
+        if request.request_id in engine.scheduler.requests and request.num_output_tokens:
+            request.spec_token_ids = [7, 8, 9]
+        output = engine.schedule()
+        for save in output.kv_connector_metadata.saves:
+            saved_to = sum(len(each.blocks) for each in [*engine.workers.saved, save])
+            drafts = len(output.scheduled_spec_decode_tokens.get("spec", ()))
+            assert saved_to * BLOCK <= request.num_computed_tokens - drafts
+            assert saved_to * BLOCK <= request.num_tokens
+        engine.finish_step(output, accept=1)
+    assert engine.agent.pages == set(request.block_hashes[: (request.num_tokens - 1) // BLOCK])
+    engine.assert_at_rest()
+
+
+def test_async_scheduling(start: Start) -> None:
+    engine = start(asynchronous=True)
+    engine.add("first", prompt(70), answer=20)
+    behind: list[Any] = []
+    for _ in range(200):
+        if not engine.scheduler.has_requests():
+            break
+        behind.append(engine.schedule())
+        if len(behind) == 2 or not behind[-1].num_scheduled_tokens:
+            engine.finish_step(behind.pop(0))
+    for output in behind:
+        engine.finish_step(output)
+    engine.run()
+    assert len(engine.agent.pages) == (70 + 20 - 1) // BLOCK
+    engine.assert_at_rest()
+    engine.reset_hbm()
+    engine.add("again", prompt(70))
+    engine.run()
+    assert len(engine.workers.started[0].blocks) == 4
+    engine.assert_at_rest()
+
+
+def test_a_lookup_is_repeated_without_effect(start: Start) -> None:
+    engine = start()
+    engine.serve("first", prompt(70))
+    engine.reset_hbm()
+    request = engine.add("again", prompt(70))
+    answers = {engine.connector.get_num_new_matched_tokens(request, 0) for _ in range(50)}
+    assert answers == {(64, True)}
+    assert len(engine.agent.queries) == 2  # one for each request
+    assert len(engine.agent.leases) == 1
+    engine.abort("again")
+    engine.assert_at_rest()
+
+
+def test_a_loading_query_holds_the_request_while_others_run(start: Start) -> None:
+    engine = start()
+    engine.serve("first", prompt(70))
+    engine.reset_hbm()
+    engine.agent.loading = True
+    engine.add("again", prompt(70))
+    engine.step()
+    engine.agent.loading = False
+    engine.add("other", prompt(10, seed=3))
+    engine.agent.loading = True
+    output = engine.step()
+    assert set(output.num_scheduled_tokens) == {"other"}
+    engine.agent.loading = False
+    engine.run()
+    assert [load.request_id for load in engine.workers.started] == ["again"]
+    engine.assert_at_rest()
+
+
+@pytest.mark.guard("vllm-max-wait")
+def test_a_request_is_held_no_longer_than_max_wait(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = start(extra={"orbitkv.max_wait_ms": 50})
+    engine.agent.loading = True
+    engine.agent.pages.add(b"x")
+    now = [1000.0]
+    monkeypatch.setattr(engine.half._allowance, "_clock", lambda: now[0])
+    engine.add("waits", prompt(70))
+    output = engine.step()
+    assert not output.num_scheduled_tokens
+    now[0] += 0.04
+    assert not engine.step().num_scheduled_tokens
+    now[0] += 0.02
+    assert engine.step().num_scheduled_tokens == {"waits": 70}
+    engine.run()
+    engine.assert_at_rest()
+
+
+@pytest.mark.guard("vllm-step-allowance")
+def test_a_silent_agent_costs_a_step_at_most_five_milliseconds(start: Start) -> None:
+    engine = start()
+    engine.agent.silent = True
+    for number in range(20):
+        engine.add(f"r{number}", prompt(70, seed=number))
+    engine.run()
+    assert engine.agent.waited_ms
+    assert sum(engine.agent.waited_ms) <= 5 + 2 * 10  # one call, then a probe now and then
+    assert max(engine.agent.waited_ms) <= 5
+    assert engine.half._allowance.open
+    engine.agent.silent = False
+    deadline = engine.half._allowance._probe_at
+    engine.half._allowance._clock = lambda: deadline + 1
+    engine.serve("later", prompt(70))
+    assert not engine.half._allowance.open
+    assert engine.agent.pages
+    engine.assert_at_rest()
+
+
+@pytest.mark.guard("vllm-hash-slice")
+def test_a_changed_hash_slice_is_not_restored(start: Start) -> None:
+    engine = start()
+    engine.serve("first", prompt(70))
+    engine.reset_hbm()
+    request = engine.add("again", prompt(70))
+    asked = engine.connector.get_num_new_matched_tokens
+    assert asked(request, 0) == (64, True)
+    request.block_hashes[2] = b"another page altogether, 32 byte"
+    engine.step()
+    (load,) = engine.workers.started
+    assert load.leases == ()
+    request.block_hashes[2:] = []
+    request.update_block_hashes()
+    engine.run()
+    engine.assert_at_rest()
+
+
+@pytest.mark.guard("vllm-legal-boundary")
+def test_a_hit_needs_a_lease_of_every_shard(start: Start) -> None:
+    engine = start()
+    engine.serve("first", prompt(70))
+    engine.reset_hbm()
+    engine.half._workers = 2
+    request = engine.add("again", prompt(70))
+    assert engine.connector.get_num_new_matched_tokens(request, 0) == (0, False)
+    engine.half._workers = 1
+    engine.run()
+    assert not engine.workers.started
+    engine.assert_at_rest()
+
+
+@pytest.mark.guard("vllm-admission")
+def test_a_finished_restore_is_not_starved_where_the_scheduler_has_one_queue(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """128 blocks wanted, 127 free: the request at the head cannot be placed while a restored one behind it holds 128."""
+    engine = start(blocks=256, batched_tokens=8192)
+    monkeypatch.setattr(type(engine.scheduler), "_holds_kv_blocks", staticmethod(lambda request: False))
+    engine.half._gate = True
+    _restored_request_behind_a_cold_one(engine)
+
+
+def test_a_finished_restore_is_not_starved(start: Start) -> None:
+    engine = start(blocks=256, batched_tokens=8192)
+    assert not engine.half._gate
+    _restored_request_behind_a_cold_one(engine)
+
+
+def _restored_request_behind_a_cold_one(engine: Engine) -> None:
+    long = prompt(128 * BLOCK - 5)
+    engine.serve("seed", long)
+    engine.reset_hbm()
+    engine.workers.hold_loads = True
+    engine.add("restored", long)
+    engine.step()
+    assert engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == 255 - 127
+    # One more block goes to somebody who runs on and on.
+    engine.add("small", prompt(3, seed=9), answer=12)
+    engine.step()
+    assert engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == 127
+    cold = engine.request("cold", prompt(128 * BLOCK - 5, seed=5))
+    engine.scheduler.add_request(cold)
+    queue = engine.scheduler.waiting
+    queue.remove_requests([cold])
+    queue.prepend_request(cold)
+    engine.step()
+    engine.workers.hold_loads = False
+    engine.step()
+    output = engine.step()
+    assert output.num_scheduled_tokens.get("restored"), "the restored request does not get to compute"
+    engine.run()
+    engine.assert_at_rest()
+
+
+def test_a_failed_load_is_computed_and_kept_again(start: Start) -> None:
+    engine = start()
+    engine.serve("first", prompt(70))
+    engine.reset_hbm()
+    engine.workers.fail_loads = True
+    request = engine.add("again", prompt(70))
+    engine.step()
+    engine.workers.saved.clear()
+    output = engine.step()
+    assert output.num_scheduled_tokens == {"again": 70}
+    assert [len(save.blocks) for save in engine.workers.saved] == [4]
+    assert request.num_preemptions == 0
+    engine.run()
+    assert len(engine.workers.started) == 1, "it is not tried a second time"
+    engine.assert_at_rest()
+
+
+def test_a_preempted_request_looks_up_again(start: Start) -> None:
+    engine = start(blocks=12, batched_tokens=512)
+    for name, seed in (("a", 1), ("b", 2)):
+        engine.add(name, prompt(78, seed), answer=40)
+    preempted: set[str] = set()
+    for _ in range(300):
+        if not engine.scheduler.has_requests():
+            break
+        preempted |= engine.step().preempted_req_ids or set()
+    assert preempted
+    assert preempted <= set().union(*engine.workers.preempted)
+    assert preempted <= {load.request_id for load in engine.workers.started}
+    engine.assert_at_rest()
+
+
+def test_priority_scheduling(start: Start) -> None:
+    engine = start(blocks=12, policy="priority")
+    engine.add("low", prompt(78, 1), answer=40, priority=9)
+    engine.step()
+    engine.add("high", prompt(78, 2), answer=40, priority=0)
+    engine.run()
+    engine.assert_at_rest()
+
+
+def test_salted_prompts_have_other_hashes(start: Start) -> None:
+    engine = start()
+    engine.serve("plain", prompt(70))
+    engine.serve("salted", prompt(70), cache_salt="mine")
+    assert len(engine.agent.pages) == 8
+    engine.reset_hbm()
+    engine.serve("other salt", prompt(70), cache_salt="yours")
+    assert not engine.workers.started
+    engine.serve("same salt", prompt(70), cache_salt="mine")
+    assert len(engine.workers.started) == 1
+    engine.assert_at_rest()
+
+
+def test_prompt_logprobs_skip_the_load(start: Start) -> None:
+    engine = start()
+    engine.serve("first", prompt(70))
+    engine.reset_hbm()
+    queries = len(engine.agent.queries)
+    engine.serve("scored", prompt(70), prompt_logprobs=1)
+    assert not engine.workers.started
+    assert len(engine.agent.queries) == queries
+    engine.assert_at_rest()
+
+
+def test_a_request_can_decline_and_limit(start: Start) -> None:
+    engine = start()
+    engine.serve("unsaved", prompt(70), params={"orbitkv.save": False})
+    assert not engine.agent.pages
+    engine.serve("limited", prompt(70), params={"orbitkv.max_save_tokens": 40})
+    assert len(engine.agent.pages) == 2
+    engine.reset_hbm()
+    engine.serve("unloaded", prompt(70), params={"orbitkv.load": False})
+    assert not engine.workers.started
+    engine.serve("odd", prompt(70), params={"orbitkv.load": "maybe", "orbitkv.max_save_tokens": -1})
+    engine.assert_at_rest()
+
+
+def test_min_load_tokens(start: Start) -> None:
+    engine = start(extra={"orbitkv.min_load_tokens": 48})
+    engine.serve("first", prompt(70))
+    engine.reset_hbm()
+    engine.serve("long enough", prompt(70))
+    assert len(engine.workers.started) == 1
+    engine.reset_hbm()
+    engine.serve("too short", prompt(40))
+    assert len(engine.workers.started) == 1
+    engine.assert_at_rest()
+
+
+def test_save_only_never_asks(start: Start) -> None:
+    engine = start(extra={"orbitkv.mode": "save_only"})
+    engine.serve("first", prompt(70))
+    engine.reset_hbm()
+    engine.serve("again", prompt(70))
+    assert engine.agent.pages
+    assert not engine.agent.queries
+    engine.assert_at_rest()
+
+
+def test_under_multi_connector(start: Start) -> None:
+    settings = {"orbitkv.bootstrap_socket": "/nowhere.sock"}
+    ours = {"kv_connector": "OrbitKVConnector", "kv_connector_module_path": "orbitkv.vllm", "kv_role": "kv_both"}
+    engine = start(
+        transfer={
+            "kv_connector": "MultiConnector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {
+                "connectors": [
+                    {**ours, "kv_connector_extra_config": {**settings, "orbitkv.mode": "save_only"}},
+                    {**ours, "kv_connector_extra_config": settings},
+                ]
+            },
+        }
+    )
+    saver, loader = engine.scheduler.connector.sub_connectors
+    workers = engine.workers
+
+    def run(step: Any) -> dict[str, Any]:
+        from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorWorkerMetadata
+
+        fields = [workers_of.run(part) for workers_of, part in zip(both, step.metadata, strict=True)]
+        merged = dict(fields[1])
+        merged["kv_connector_worker_meta"] = MultiKVConnectorWorkerMetadata(
+            tuple(each["kv_connector_worker_meta"] for each in fields)
+        )
+        merged["finished_sending"] = None
+        return merged
+
+    both = [type(workers)(engine.agent), workers]
+    engine.workers = type("Both", (), {"run": staticmethod(run)})()
+    engine.serve("first", prompt(70))
+    engine.reset_hbm()
+    engine.serve("again", prompt(70))
+    assert not both[0].started
+    assert len(workers.started) == 1
+    assert both[0].saved
+    for connector in (saver, loader):
+        assert not connector._scheduler._tracked
+        assert not connector._scheduler._saves
+    assert not engine.agent.leases
+
+
+def test_blocks_are_held_until_their_saves_ended(start: Start) -> None:
+    engine = start()
+    engine.workers.hold_saves = True
+    engine.add("first", prompt(70))
+    for _ in range(10):
+        engine.step()
+    assert "first" in engine.scheduler.requests, "its blocks are still held"
+    assert engine.scheduler.has_requests()
+    assert engine.connector.has_pending_block_frees()
+    assert engine.connector.reset_cache() is False
+    engine.workers.hold_saves = False
+    engine.run()
+    assert not engine.connector.has_pending_block_frees()
+    engine.assert_at_rest()
+
+
+@pytest.mark.parametrize(
+    "stage", ["loading", "ready", "allocated", "submitted", "done", "running", "finished with delayed free"]
+)
+def test_cancellation(start: Start, stage: str) -> None:
+    engine = start(blocks=12)
+    engine.serve("first", prompt(70))
+    engine.reset_hbm()
+    if stage == "loading":
+        engine.agent.loading = True
+    if stage == "ready":
+        engine.add("full", prompt(100, seed=8), answer=30)
+        engine.step()
+    if stage in ("allocated", "submitted"):
+        engine.workers.hold_loads = True
+    if stage in ("running", "finished with delayed free"):
+        engine.workers.hold_saves = True
+    engine.add("cut", prompt(70), answer=1 if stage.startswith("finished") else 30)
+    if stage == "allocated":
+        engine.finish_step(engine.schedule())
+    elif stage == "ready":
+        engine.step()
+        engine.step()
+    else:
+        steps = {"loading": 1, "submitted": 2, "done": 1, "running": 4, "finished with delayed free": 4}[stage]
+        for _ in range(steps):
+            engine.step()
+    engine.abort("cut")
+    engine.agent.loading = False
+    engine.step()
+    engine.workers.hold_loads = engine.workers.hold_saves = False
+    engine.run()
+    engine.assert_at_rest()
+
+
+def test_external_reset_is_refused_while_anything_is_tracked_and_forgets_when_idle(start: Start) -> None:
+    engine = start()
+    engine.serve("first", prompt(70))
+    engine.add("open", prompt(30, seed=2))
+    assert engine.scheduler.reset_prefix_cache(reset_connector=True) is False
+    engine.run()
+    engine.agent.busy = True
+    assert engine.scheduler.reset_prefix_cache(reset_connector=True) is False
+    engine.agent.busy = False
+    assert engine.scheduler.reset_prefix_cache(reset_connector=True) is True
+    assert engine.agent.generation == 1
+    engine.serve("again", prompt(70))
+    assert not engine.workers.started
+    engine.assert_at_rest()
+
+
+def test_a_reset_without_an_answer_is_made_up_for_before_the_next_lookup(start: Start) -> None:
+    engine = start()
+    engine.serve("first", prompt(70))
+    engine.agent.silent = True
+    assert engine.scheduler.reset_prefix_cache(reset_connector=True) is True
+    engine.agent.silent = False
+    _wait_for(lambda: engine.agent.generation == 1)
+    _wait_for(lambda: engine.half._attachment.published is not None)
+    engine.serve("again", prompt(70))
+    assert not engine.workers.started
+    engine.assert_at_rest()
+
+
+def _wait_for(condition: Callable[[], bool]) -> None:
+    import time
+
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_lost_agent_is_a_miss_and_comes_back(start: Start) -> None:
+    engine = start()
+    engine.serve("first", prompt(70))
+    engine.agent.gone = True
+    engine.reset_hbm()
+    engine.serve("alone", prompt(70))
+    assert not engine.workers.started
+    engine.agent.gone, engine.agent.boots = False, 1
+    _wait_for(lambda: engine.half._attachment.published is not None)
+    engine.reset_hbm()
+    engine.serve("again", prompt(70))
+    (load,) = engine.workers.started
+    assert load.boot_id == "boot-1"
+    engine.assert_at_rest()
+
+
+def test_leases_of_a_lost_agent_are_not_used(start: Start) -> None:
+    engine = start()
+    engine.serve("first", prompt(70))
+    engine.reset_hbm()
+    request = engine.add("again", prompt(70))
+    assert engine.connector.get_num_new_matched_tokens(request, 0) == (64, True)
+    engine.agent.gone = True
+    engine.agent.leases.clear()
+    engine.half._adopted.client.lost = RuntimeError("ended")  # type: ignore[union-attr,assignment]
+    engine.half._allowance.end()
+    engine.run()
+    assert not engine.workers.started
+    engine.assert_at_rest()
+
+
+def test_no_agent_at_start(start: Start, agent: FakeAgent) -> None:
+    agent.gone = True
+    with pytest.raises(RuntimeError, match="no OrbitKV agent at /nowhere"):
+        start()
+    engine = start(extra={"orbitkv.on_missing": "run"})
+    engine.serve("alone", prompt(70))
+    agent.gone = False
+    _wait_for(lambda: engine.half._attachment.published is not None)
+    engine.serve("second", prompt(70))
+    assert agent.pages
+    engine.assert_at_rest()
+
+
+def test_not_serving_is_a_miss_but_saves_go_on(start: Start, agent: FakeAgent) -> None:
+    agent.serving = False
+    engine = start()
+    engine.serve("first", prompt(70))
+    assert agent.pages
+    engine.reset_hbm()
+    engine.serve("again", prompt(70))
+    assert not agent.queries
+    engine.assert_at_rest()
+
+
+@pytest.mark.guard("vllm-contained")
+@pytest.mark.parametrize(
+    "method",
+    [
+        "on_new_request",
+        "get_num_new_matched_tokens",
+        "update_state_after_alloc",
+        "build_step_metadata",
+        "update_connector_output",
+        "request_finished",
+        "has_pending_block_frees",
+        "take_events",
+        "take_stats",
+    ],
+)
+def test_a_defect_in_the_cache_never_fails_a_request(
+    start: Start, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start(blocks=12)
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise KeyError("a defect")
+
+    monkeypatch.setattr(engine.half, method, broken)
+    for seed in range(2):
+        request = engine.add(f"r{seed}", prompt(70, seed), answer=40)
+    for _ in range(200):
+        if not engine.scheduler.has_unfinished_requests():
+            break
+        engine.step()
+    assert request.num_output_tokens == 40
+
+
+def test_token_sources_follow_vllm_and_add_up(start: Start) -> None:
+    engine = start()
+    engine.serve("first", prompt(70))
+    engine.serve("hbm", prompt(70))
+    engine.reset_hbm()
+    engine.serve("restored", prompt(70))
+    totals: dict[str, int] = {}
+    for outputs in engine.outputs:
+        for each in outputs.values():
+            payload = each.scheduler_stats.kv_connector_stats if each.scheduler_stats else None
+            for name, value in (payload or {}).items():
+                totals[name] = totals.get(name, 0) + value
+    assert totals["prompt_tokens_hbm"] == 64
+    assert totals["prompt_tokens_restored"] == 64
+    assert totals["prompt_tokens_computed"] == 3 * 70 - 128
+    assert totals["restores"] == 1
+
+
+def test_the_hit_is_reported_as_host_memory(start: Start) -> None:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+    engine = start()
+    request = engine.request("any", prompt(70))
+    assert engine.connector.get_external_cache_hit_sources(request, 64) == {CacheHitSource.HOST: 64}
+    assert engine.connector.get_external_cache_hit_sources(request, 0) == {}
+    assert engine.connector.requires_kv_delivery is False
+
+
+def test_thousands_of_aborts_leak_nothing(start: Start) -> None:
+    engine = start(blocks=40, max_seqs=16)
+    engine.serve("first", prompt(70))
+    engine.reset_hbm()
+    for number in range(1000):
+        engine.add(f"r{number}", prompt(70, seed=number % 3), answer=10)
+        engine.agent.loading = number % 5 == 0
+        engine.workers.hold_loads = number % 7 < 3
+        if number % 4:
+            engine.step()
+        engine.abort(f"r{number}")
+    engine.agent.loading = engine.workers.hold_loads = False
+    engine.run()
+    engine.assert_at_rest()
+    client: Any = engine.half._adopted.client  # type: ignore[union-attr]
+    assert not client._ready
+    assert not client._loading

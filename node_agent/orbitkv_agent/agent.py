@@ -1,0 +1,378 @@
+"""The node agent: its parts, put together, and its life from start to drain."""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import os
+import resource
+import secrets
+import sys
+from typing import Final
+
+from orbitkv.protocol.errors import ErrorKind
+from orbitkv.protocol.messages import (
+    AttachInstance,
+    CancelQuery,
+    CommitSave,
+    ConfigureNamespace,
+    Done,
+    GetStatus,
+    Goodbye,
+    MapArenas,
+    Ping,
+    PollQuery,
+    Pong,
+    ProofReport,
+    Query,
+    Register,
+    Release,
+    Reply,
+    ResetInstance,
+    RestoreDone,
+    StartRestore,
+    Status,
+    SubmitSaves,
+    SyncArenas,
+    TakeEvents,
+    Unregister,
+)
+from orbitkv.protocol.versions import RELEASE
+from orbitkv_agent.config import AgentConfig
+from orbitkv_agent.devices.host import HostDevice
+from orbitkv_agent.loop import Loop, Timer
+from orbitkv_agent.observe.counters import Counters
+from orbitkv_agent.observe.http import MetricsServer
+from orbitkv_agent.observe.snapshot import Snapshot
+from orbitkv_agent.observe.state import make_snapshot
+from orbitkv_agent.queries.service import QueryService
+from orbitkv_agent.sessions.dispatch import Dispatcher
+from orbitkv_agent.sessions.errors import Refused
+from orbitkv_agent.sessions.events import EventFeed
+from orbitkv_agent.sessions.instances import Instances
+from orbitkv_agent.sessions.membership import Membership
+from orbitkv_agent.sessions.namespaces import Namespaces
+from orbitkv_agent.sessions.server import Server
+from orbitkv_agent.sessions.session import Session
+from orbitkv_agent.sessions.spaces import KeySpaces
+from orbitkv_agent.store.arenas import ArenaPool
+from orbitkv_agent.store.cache import PageCache
+from orbitkv_agent.transfers.restores import Restores
+from orbitkv_agent.transfers.saves import Saves
+from orbitkv_agent.transfers.watchdog import Watchdog
+
+logger = logging.getLogger(__name__)
+
+_SWITCH_INTERVAL_S: Final = 0.0005
+"""The owner gets the interpreter back this soon after another thread took it."""
+_YOUNG_OBJECTS: Final = 20_000
+_NEVER: Final = 1_000_000
+_UPKEEP_S: Final = 0.02
+_LONGEST_WAIT_S: Final = 3600.0
+
+
+class Agent:
+    """One agent in this process. Whoever calls `run` is the owner thread of everything in it.
+
+    Args:
+        config: the settings.
+        loop: for tests; otherwise one of its own.
+
+    Raises:
+        OSError: the socket or the metrics address cannot be had; the message names it and says what to do.
+    """
+
+    def __init__(self, config: AgentConfig, loop: Loop | None = None) -> None:
+        self.config = config
+        self.boot_id = secrets.token_hex(16)
+        self.loop = loop or Loop()
+        self.counters = Counters()
+        self.started = self.loop.now()
+        self.draining = False
+        self._deadline_passed = False
+        self._upkeep_timer: Timer | None = None
+        _raise_descriptor_limit()
+        self.cache = PageCache(
+            ArenaPool(
+                config.pool_bytes,
+                config.arena_bytes,
+                config.prefault,
+                notify=lambda: self.loop.post(self._upkeep),
+            )
+        )
+        self.namespaces = Namespaces(self.cache, config)
+        self.instances = Instances()
+        self.spaces = KeySpaces(self.cache)
+        self.queries = QueryService(self.loop, self.cache, self.spaces, self.counters, config)
+        self.device = HostDevice(self.cache)
+        self.membership = Membership(
+            self.loop, self.cache, self.instances, self.queries, self.spaces, self.device, self.counters
+        )
+        self.restores = Restores(self.loop, self.queries, self.counters, config.max_restores_per_device)
+        self.saves = Saves(self.loop, self.cache, self.spaces, self.membership, self.counters)
+        self.events = EventFeed(self.cache, self.instances)
+        self.watchdog = Watchdog(self.loop, config.watchdog_warn_ms / 1000, (self.saves, self.restores))
+        self._metrics: MetricsServer | None = None
+        try:
+            if config.metrics_endpoint is not None:
+                self._metrics = MetricsServer(
+                    config.metrics_endpoint,
+                    post=self.loop.post,
+                    snapshot=self.snapshot,
+                    draining=lambda: self.draining,
+                )
+            self.server = Server(
+                self.loop,
+                config,
+                self.counters,
+                self.boot_id,
+                handle=self._dispatcher(),
+                ended=self._stream_ended,
+                left=self._session_closed,
+                namespace_options=self.namespaces.options,
+            )
+        except BaseException:
+            if self._metrics is not None:
+                self._metrics.close()
+            self.cache.close()
+            self.loop.close()
+            raise
+
+    @property
+    def metrics_endpoint(self) -> tuple[str, int] | None:
+        """(host, port) where metrics are served, None when they are off."""
+        return None if self._metrics is None else self._metrics.endpoint
+
+    def run(self) -> bool:
+        """Serve until asked to stop, and drain; return whether nothing was left over."""
+        _tune_interpreter()
+        return self.serve()
+
+    def serve(self) -> bool:
+        """As `run`, without settings that concern the whole process."""
+        if self._metrics is not None:
+            self._metrics.start()
+        logger.info(
+            "serving", extra={"socket_path": self.config.socket_path, "boot_id": self.boot_id, "release": RELEASE}
+        )
+        while not (self.draining and (self._deadline_passed or not self._copies)):
+            self.loop.run_once(_LONGEST_WAIT_S)
+        return self._close()
+
+    def request_stop(self) -> None:
+        """Ask for a drain. For any thread, and for signal handlers."""
+        self.loop.post(self._begin_drain)
+
+    def snapshot(self) -> Snapshot:
+        """All figures at this moment. On the owner thread only."""
+        return make_snapshot(self)
+
+    # -------------------------------------------------------------------------------------------- requests
+
+    def _dispatcher(self) -> Dispatcher:
+        return Dispatcher(
+            {
+                Ping: lambda session, sequence, message: self._pong(),
+                Goodbye: self._goodbye,
+                AttachInstance: self._attach,
+                Register: self.membership.register,
+                Unregister: self.membership.unregister,
+                ProofReport: lambda session, sequence, message: self.membership.proof(session, message),
+                ResetInstance: self._reset,
+                Query: self._query,
+                PollQuery: lambda session, sequence, message: self.queries.poll(session, message),
+                CancelQuery: self._cancel,
+                Release: self._release,
+                StartRestore: self._start_restore,
+                RestoreDone: self._restore_done,
+                SubmitSaves: self._submit_saves,
+                CommitSave: self._commit_save,
+                MapArenas: self.device.map_arenas,
+                SyncArenas: lambda session, sequence, message: self.device.sync_arenas(session, message),
+                TakeEvents: lambda session, sequence, message: self.events.take(session, message),
+                GetStatus: self._status,
+                ConfigureNamespace: self._configure,
+            }
+        )
+
+    def _pong(self) -> Pong:
+        return Pong(self.boot_id, not self.draining, "the agent is shutting down" if self.draining else "ok")
+
+    def _goodbye(self, session: Session, sequence: int, message: Goodbye) -> None:
+        session.reply(sequence, Done())
+        session.close()
+
+    def _attach(self, session: Session, sequence: int, message: AttachInstance) -> Reply:
+        state = self.membership.attach(session, message)
+        self.events.follow(self.instances.get(session, message.instance))
+        return state
+
+    def _reset(self, session: Session, sequence: int, message: ResetInstance) -> Reply:
+        reply = self.membership.reset(session, message)
+        self.events.cleared(self.instances.get(session, message.instance))
+        return reply
+
+    def _query(self, session: Session, sequence: int, message: Query) -> Reply:
+        instance, proving = self.membership.query_parties(session, message)
+        return self.queries.query(session, message, instance, proving)
+
+    def _cancel(self, session: Session, sequence: int, message: CancelQuery) -> Reply:
+        self.queries.cancel(session, message.operations)
+        return Done()
+
+    def _release(self, session: Session, sequence: int, message: Release) -> Reply:
+        self.queries.release(session, message.leases)
+        return Done()
+
+    def _start_restore(self, session: Session, sequence: int, message: StartRestore) -> None:
+        registration = self.membership.registration(session, message.registration)
+        self.restores.start(session, sequence, message, registration)
+
+    def _restore_done(self, session: Session, sequence: int, message: RestoreDone) -> Reply:
+        self.restores.done(session, message)
+        return Done()
+
+    def _submit_saves(self, session: Session, sequence: int, message: SubmitSaves) -> Reply:
+        reply = self.saves.submit(session, message)
+        self._schedule_upkeep()
+        return reply
+
+    def _commit_save(self, session: Session, sequence: int, message: CommitSave) -> Reply:
+        self.saves.commit(session, message)
+        return Done()
+
+    def _status(self, session: Session, sequence: int, message: GetStatus) -> Reply:
+        _check_administrator(session)
+        return Status(json.dumps(self.snapshot()).encode())
+
+    def _configure(self, session: Session, sequence: int, message: ConfigureNamespace) -> Reply:
+        _check_administrator(session)
+        if self.namespaces.configure(message):
+            # What was promised lies under the reset generation before.
+            for instance in self.instances:
+                if instance.namespace == message.cache_namespace:
+                    self.queries.revoke_leases(instance)
+                    self.events.cleared(instance)
+        self._schedule_upkeep()
+        return Done()
+
+    # -------------------------------------------------------------------------------------------- sessions
+
+    def _stream_ended(self, session: Session) -> None:
+        self.queries.end_session(session)
+        self.restores.end_stream(session)
+        self.membership.end_stream(session)
+        for instance in self.instances:
+            self.events.follow(instance)
+
+    def _session_closed(self, session: Session) -> None:
+        self.saves.end_copies(session)
+        self.restores.end_copies(session)
+        self.instances.drop_unused()
+        self._schedule_upkeep()
+
+    # ---------------------------------------------------------------------------------------------- upkeep
+
+    def _schedule_upkeep(self, seconds: float = _UPKEEP_S) -> None:
+        if self._upkeep_timer is None:
+            self._upkeep_timer = self.loop.call_later(seconds, self._upkeep_due)
+
+    def _upkeep_due(self) -> None:
+        self._upkeep_timer = None
+        self._upkeep()
+
+    def _upkeep(self) -> None:
+        """Carry on with what the store does in small steps."""
+        again = self.cache.reclaim_step()
+        self.device.tell_retired(self.server.sessions)
+        self.membership.storage_changed()
+        if again:
+            self._schedule_upkeep(0.0)
+
+    # ----------------------------------------------------------------------------------------------- drain
+
+    @property
+    def _copies(self) -> int:
+        return len(self.saves) + len(self.restores) + self.restores.waiting
+
+    def _begin_drain(self) -> None:
+        if self.draining:
+            return
+        logger.info("draining", extra={"saves": len(self.saves), "restores": len(self.restores)})
+        self.draining = True
+        self.server.draining = True
+        self.saves.draining = True
+        self.queries.drain()
+        self.loop.call_later(self.config.drain_timeout_ms / 1000, self._give_up_draining)
+
+    def _give_up_draining(self) -> None:
+        self._deadline_passed = True
+
+    def _close(self) -> bool:
+        left = self._copies
+        if left:
+            logger.error(
+                "stopping with copies in flight: their engines did not report in time",
+                extra={
+                    "saves": len(self.saves),
+                    "restores": len(self.restores),
+                    "waited_ms": self.config.drain_timeout_ms,
+                },
+            )
+        self.server.close()
+        self.watchdog.close()
+        rest = {name: value for name, value in self.oracle().items() if value}
+        if rest:
+            logger.error("the drain left something over; please report it", extra={"left": rest})
+        else:
+            logger.info("drained: nothing is reserved, in flight, pinned or queued")
+        if self._metrics is not None:
+            self._metrics.close()
+        self.cache.close()
+        self.loop.close()
+        return not left and not rest
+
+    def oracle(self) -> dict[str, int]:
+        """Everything that is zero when no work is outstanding. On the owner thread only."""
+        queries = self.queries
+        return {
+            "query_reserved_bytes": queries.budget.reserved,
+            **{f"query_reserved_bytes_{phase}": size for phase, size in queries.budget.by_phase.items()},
+            "queries_outstanding": queries.outstanding,
+            "queries_for_place": queries.unadmitted,
+            "queries_for_bytes": queries.waiting_for_bytes,
+            "leases": len(queries.leases),
+            "leases_live": queries.leases.live,
+            "pinned_for_load_pages": queries.leases.pinned_pages,
+            "pinned_for_load_bytes": queries.leases.pinned_bytes,
+            "saves": len(self.saves),
+            "save_inflight_bytes": self.saves.inflight_bytes,
+            "restores": len(self.restores),
+            "restores_waiting": self.restores.waiting,
+            "restore_inflight_bytes": self.restores.inflight_bytes,
+            "publish_stalled": 0 if not self._copies else self.watchdog.stalled,
+        }
+
+
+def _check_administrator(session: Session) -> None:
+    if session.peer.uid not in (0, os.getuid()):
+        raise Refused(
+            ErrorKind.DENIED, f"user {session.peer.uid} may not administrate this agent, only its own user and root"
+        )
+
+
+def _tune_interpreter() -> None:
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    # What is there now stays; later objects are few and young. A full collection would walk over everything for
+    # milliseconds, and the agent makes no cycles that only it could free.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_YOUNG_OBJECTS, 20, _NEVER)
+
+
+def _raise_descriptor_limit() -> None:
+    """A session takes four descriptors; the usual soft limit of 1024 is for programs that use select()."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

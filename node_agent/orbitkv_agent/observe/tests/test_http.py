@@ -1,0 +1,173 @@
+"""`/metrics` and `/health` with a real owner thread behind them."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from orbitkv_agent.observe import http as http_module
+from orbitkv_agent.observe.http import MetricsServer
+from orbitkv_agent.observe.snapshot import Snapshot
+from orbitkv_agent.observe.tests.examples import example_snapshot
+
+
+class Owner:
+    """A thread that runs what is posted, as the agent's loop does."""
+
+    def __init__(self) -> None:
+        self.draining = False
+        self.broken = False
+        self.asked_on: set[str] = set()
+        self._mail: queue.Queue[Callable[[], None] | None] = queue.Queue()
+        self._thread = threading.Thread(target=self._run, name="owner")
+        self._thread.start()
+
+    def post(self, callback: Callable[[], None]) -> None:
+        self._mail.put(callback)
+
+    def snapshot(self) -> Snapshot:
+        self.asked_on.add(threading.current_thread().name)
+        if self.broken:
+            raise RuntimeError("a defect")
+        return example_snapshot()
+
+    def is_draining(self) -> bool:
+        self.asked_on.add(threading.current_thread().name)
+        return self.draining
+
+    def stop(self) -> None:
+        self._mail.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (callback := self._mail.get()) is not None:
+            callback()
+
+
+@pytest.fixture
+def owner() -> Iterator[Owner]:
+    owner = Owner()
+    yield owner
+    owner.stop()
+
+
+@pytest.fixture
+def server(owner: Owner) -> Iterator[MetricsServer]:
+    server = MetricsServer(("127.0.0.1", 0), post=owner.post, snapshot=owner.snapshot, draining=owner.is_draining)
+    server.start()
+    yield server
+    server.close()
+
+
+def get(server: MetricsServer, path: str, **headers: str) -> tuple[int, str, str]:
+    request = urllib.request.Request("http://{}:{}{}".format(*server.endpoint, path), headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            return answer.status, answer.headers["Content-Type"], answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.headers["Content-Type"], error.read().decode()
+
+
+def test_metrics_are_served_and_the_owner_thread_made_the_snapshot(server: MetricsServer, owner: Owner) -> None:
+    status, content_type, body = get(server, "/metrics")
+
+    assert status == 200
+    assert content_type.startswith("text/plain")
+    assert "orbitkv_pool_alloc_failures_total 3.0" in body
+    assert owner.asked_on == {"owner"}
+
+
+def test_metrics_come_in_the_format_that_the_scraper_wants(server: MetricsServer) -> None:
+    status, content_type, body = get(server, "/metrics", Accept="application/openmetrics-text; version=1.0.0")
+
+    assert (status, content_type.split(";")[0]) == (200, "application/openmetrics-text")
+    assert body.endswith("# EOF\n")
+
+
+def test_healthy_agent_answers_200(server: MetricsServer) -> None:
+    assert get(server, "/health")[::2] == (200, "ok\n")
+
+
+def test_draining_agent_answers_503_with_the_reason(server: MetricsServer, owner: Owner) -> None:
+    owner.draining = True
+    status, _, body = get(server, "/health")
+
+    assert status == 503
+    assert "draining" in body
+
+
+def test_agent_whose_owner_hangs_answers_503_and_recovers(
+    server: MetricsServer, owner: Owner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_module, "ANSWER_SECONDS", 0.05)
+    hang = threading.Event()
+
+    def wait() -> None:
+        hang.wait(30)
+
+    owner.post(wait)
+
+    assert get(server, "/health")[0] == 503
+    assert "did not answer" in get(server, "/health")[2]
+    assert get(server, "/metrics")[0] == 503
+
+    monkeypatch.setattr(http_module, "ANSWER_SECONDS", 10.0)
+    hang.set()
+    assert get(server, "/health")[0] == 200
+    assert get(server, "/metrics")[0] == 200
+
+
+def test_defect_in_the_snapshot_is_500_and_not_the_end(server: MetricsServer, owner: Owner) -> None:
+    owner.broken = True
+    assert get(server, "/metrics")[0] == 500
+    owner.broken = False
+    assert get(server, "/metrics")[0] == 200
+
+
+def test_other_paths_and_methods_are_refused(server: MetricsServer) -> None:
+    assert get(server, "/")[0] == 404
+    request = urllib.request.Request("http://{}:{}/metrics".format(*server.endpoint), data=b"x", method="POST")
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(request, timeout=10)
+    assert refused.value.code == 501
+    refused.value.close()
+
+
+def test_clients_that_send_nothing_do_not_keep_others_out(
+    server: MetricsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    silent = [socket.create_connection(server.endpoint, timeout=10) for _ in range(http_module.MAX_REQUESTS - 1)]
+    try:
+        assert get(server, "/health")[0] == 200
+    finally:
+        for connection in silent:
+            connection.close()
+
+
+def test_more_clients_than_may_be_served_are_turned_away_at_once(server: MetricsServer) -> None:
+    silent = [socket.create_connection(server.endpoint, timeout=10) for _ in range(http_module.MAX_REQUESTS)]
+    try:
+        with socket.create_connection(server.endpoint, timeout=10) as late:
+            assert late.recv(1) == b""
+    finally:
+        for connection in silent:
+            connection.close()
+
+
+def test_close_frees_the_address(owner: Owner) -> None:
+    def server_on(endpoint: tuple[str, int]) -> MetricsServer:
+        return MetricsServer(endpoint, post=owner.post, snapshot=owner.snapshot, draining=owner.is_draining)
+
+    first = server_on(("127.0.0.1", 0))
+    first.start()
+    with pytest.raises(OSError, match=r"metrics cannot be served on 127.0.0.1:\d+: .*; set metrics_address"):
+        server_on(first.endpoint)
+    first.close()
+    second = server_on(first.endpoint)
+    second.close()

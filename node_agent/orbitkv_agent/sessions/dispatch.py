@@ -1,0 +1,50 @@
+"""From a frame to the handler of its message, and back to a reply."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from orbitkv.protocol.errors import ErrorKind
+from orbitkv.protocol.framing import request_decoder
+from orbitkv.protocol.messages import Refusal, Reply
+from orbitkv_agent.sessions.errors import Refused
+from orbitkv_agent.sessions.session import Session
+
+logger = logging.getLogger(__name__)
+
+Handler = Callable[[Session, int, Any], Reply | None]
+"""Called with the session, the request's number and the request. None: the reply comes later, or never."""
+
+
+class Dispatcher:
+    """Decodes requests and calls their handlers. Whatever goes wrong becomes a `Refusal`."""
+
+    def __init__(self, handlers: dict[type[Any], Handler]) -> None:
+        self._handlers = handlers
+
+    def __call__(self, session: Session, sequence: int, body: bytes | memoryview) -> None:
+        """Serve one request."""
+        try:
+            message = request_decoder.decode(body)
+            handler = self._handlers.get(type(message))
+            if handler is None:
+                raise Refused(
+                    ErrorKind.INVALID, f"{type(message).__name__} cannot come here: the session is open already"
+                )
+            reply = handler(session, sequence, message)
+        except Refused as error:
+            reply = Refusal(error.kind, str(error))
+            if not sequence:
+                logger.debug("%s: a request without reply was refused: %s", session, error)
+        except msgspec.MsgspecError as error:
+            logger.warning("%s: unreadable request: %s", session, error)
+            reply = Refusal(ErrorKind.INVALID, f"the agent cannot read this request: {error}")
+        except Exception:
+            logger.exception("%s: internal error; please report it", session)
+            reply = Refusal(ErrorKind.INTERNAL, "internal error in the agent; its log has the details")
+        if reply is not None:
+            session.reply(sequence, reply)

@@ -1,0 +1,209 @@
+"""Joining and leaving an instance, and what follows for what was promised to it."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Final
+
+from orbitkv.protocol.errors import ErrorKind
+from orbitkv.protocol.messages import (
+    AttachInstance,
+    Done,
+    InstanceState,
+    ProofReport,
+    Query,
+    Register,
+    Registered,
+    ResetDone,
+    ResetInstance,
+    Unregister,
+)
+from orbitkv_agent.guards import guard
+from orbitkv_agent.loop import Loop
+from orbitkv_agent.observe.counters import Counters
+from orbitkv_agent.queries.leases import handle_numbers
+from orbitkv_agent.queries.service import MAX_HASH_BYTES, QueryService
+from orbitkv_agent.sessions.errors import Refused, invalid, stale
+from orbitkv_agent.sessions.instances import Instance, Instances, Registration
+from orbitkv_agent.sessions.layout import check_register
+from orbitkv_agent.sessions.spaces import KeySpaces
+from orbitkv_agent.store.cache import PageCache
+
+if TYPE_CHECKING:
+    from orbitkv_agent.devices.host import HostDevice
+    from orbitkv_agent.sessions.session import Session
+
+logger = logging.getLogger(__name__)
+
+_STORAGE_WAIT_S: Final = 10.0
+MAX_REGISTRATIONS: Final = 64
+"""Of one session."""
+MAX_INSTANCES: Final = 64
+"""That one session may attach."""
+
+
+class Membership:
+    """Who belongs to which instance. Used by the owner thread only."""
+
+    def __init__(
+        self,
+        loop: Loop,
+        cache: PageCache,
+        instances: Instances,
+        queries: QueryService,
+        spaces: KeySpaces,
+        device: HostDevice,
+        counters: Counters,
+    ) -> None:
+        self._loop = loop
+        self._cache = cache
+        self._instances = instances
+        self._queries = queries
+        self._spaces = spaces
+        self._device = device
+        self._counters = counters
+        self._numbers = handle_numbers()
+        self._registrations: dict[int, Registration] = {}
+        self.registered_bytes = 0
+        self._unanswered: dict[int, tuple[Registration, int, Registered]] = {}
+
+    # -------------------------------------------------------------------------------------------- requests
+
+    def attach(self, session: Session, message: AttachInstance) -> InstanceState:
+        """Make the session the scheduler of an instance; again, it says how the instance is."""
+        known = self._instances.find(session, message.instance)
+        if known is None and sum(each.scheduler is session for each in self._instances) >= MAX_INSTANCES:
+            raise Refused(ErrorKind.BUSY, f"this session has attached {MAX_INSTANCES} instances already")
+        instance = self._instances.make(session, message.instance)
+        try:
+            instance.attach(session, message.key_generation, message.events)
+        finally:
+            self._instances.drop_if_unused(instance)
+        return instance.state()
+
+    def register(self, session: Session, sequence: int, message: Register) -> Registered | None:
+        """Take a worker into its instance. The answer waits a while for memory that its first pages can go to."""
+        if len(session.registrations) >= MAX_REGISTRATIONS:
+            raise Refused(ErrorKind.BUSY, f"this session has {MAX_REGISTRATIONS} registrations already")
+        layout = check_register(message, device=self._device.name, max_page_bytes=self._device.max_page_bytes)
+        instance = self._instances.make(session, message.instance)
+        registration = Registration(next(self._numbers), session, instance, message, layout)
+        try:
+            instance.check_joins(registration)
+        except Refused:
+            self._instances.drop_if_unused(instance)
+            raise
+        instance.join(registration)
+        self._registrations[registration.number] = registration
+        session.registrations[registration.number] = registration
+        self.registered_bytes += registration.bytes
+        if registration.proven:
+            self._counters.layout_proofs["known"] += 1
+        logger.info(
+            "%s registered worker %d of instance %s, %d bytes: %s",
+            session,
+            registration.shard,
+            instance,
+            registration.bytes,
+            registration.model,
+        )
+        reply = Registered(
+            registration.number, not registration.proven, [group.page_bytes for group in registration.layout.groups]
+        )
+        self._spaces.of_proof(registration, MAX_HASH_BYTES)  # has the first arena of the namespace made
+        if self._cache.is_ready(instance.namespace):
+            return reply
+        self._unanswered[registration.number] = (registration, sequence, reply)
+        self._loop.call_later(_STORAGE_WAIT_S, lambda: self._answer(registration.number))
+        return None
+
+    def storage_changed(self) -> None:
+        """Answer registrations whose memory is there now."""
+        for number, (registration, _, _) in list(self._unanswered.items()):
+            if self._cache.is_ready(registration.instance.namespace):
+                self._answer(number)
+
+    def _answer(self, number: int) -> None:
+        waiting = self._unanswered.pop(number, None)
+        if waiting is not None:
+            registration, sequence, reply = waiting
+            registration.session.reply(sequence, reply)
+
+    def unregister(self, session: Session, sequence: int, message: Unregister) -> None:
+        """Retire a registration; the reply comes when its copies ended."""
+        registration = self.registration(session, message.registration)
+        self._retire(registration)
+        registration.when_drained(lambda: session.reply(sequence, Done()))
+
+    def proof(self, session: Session, message: ProofReport) -> Done:
+        """Take the result of a proof of layout."""
+        registration = self.registration(session, message.registration)
+        registration.instance.proof(registration, message.proven, message.detail[:1000])
+        self._counters.layout_proofs["proven" if message.proven else "mismatch"] += 1
+        if not message.proven:
+            logger.error("instance %s: %s; the cache is off for it", registration.instance, registration.instance.off)
+            self._queries.revoke(registration.instance)
+        self._spaces.drop_proofs(registration)
+        return Done()
+
+    def reset(self, session: Session, message: ResetInstance) -> ResetDone:
+        """Move an idle instance to a new key generation."""
+        instance = self._instances.get(session, message.instance)
+        if instance.tracked:
+            raise Refused(
+                ErrorKind.BUSY, f"instance {instance} has queries, restores or saves; reset it when they have ended"
+            )
+        generation = instance.next_key_generation()
+        logger.info("instance %s moved to key generation %s", instance, generation)
+        return ResetDone(generation)
+
+    # --------------------------------------------------------------------------------------------- look up
+
+    def registration(self, session: Session, number: int) -> Registration:
+        """The live registration of that number.
+
+        Raises:
+            Refused: STALE, it is not this session's, or retired.
+        """
+        registration = self._registrations.get(number)
+        if registration is None or (registration.session is not session and guard("own-session")):
+            raise stale(f"registration {number} is not alive in this session; register again")
+        return registration
+
+    def query_parties(self, session: Session, message: Query) -> tuple[Instance | None, Registration | None]:
+        """The instance that a query is about and, for a proof, the registration of the process that asks."""
+        instance = self._instances.find(session, message.instance)
+        if not message.proof or instance is None:
+            return instance, None
+        own = [each for each in instance.registrations.values() if each.session.peer.pid == session.peer.pid]
+        candidates = own or list(instance.registrations.values())
+        if not candidates:
+            raise invalid(f"proof: no worker of instance {instance} has registered")
+        return instance, candidates[0]
+
+    # ---------------------------------------------------------------------------------------------- ending
+
+    def end_stream(self, session: Session) -> None:
+        """A session that ended takes part in nothing any more."""
+        for registration in list(session.registrations.values()):
+            self._retire(registration)
+        for instance in self._instances:
+            if instance.scheduler is session:
+                instance.scheduler = None
+                instance.wants_events = False
+                self._lost(instance)
+
+    def _retire(self, registration: Registration) -> None:
+        registration.retired = True
+        self._unanswered.pop(registration.number, None)
+        del self._registrations[registration.number]
+        del registration.session.registrations[registration.number]
+        self.registered_bytes -= registration.bytes
+        registration.instance.leave(registration)
+        self._lost(registration.instance)
+        registration.when_drained(lambda: self._spaces.drop_proofs(registration))
+
+    def _lost(self, instance: Instance) -> None:
+        self._queries.revoke(instance)
+        instance.changed()
+        self._instances.drop_if_unused(instance)

@@ -1,0 +1,470 @@
+"""The page cache: what queries, leases and saves use of the store."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from orbitkv_agent.store.access_log import Entries
+from orbitkv_agent.store.arenas import Arena, ArenaPool
+from orbitkv_agent.store.extents import UNIT_BYTES
+from orbitkv_agent.store.hash_table import KEY_BYTES, KEY_WORDS, MAX_ENTRIES, Indices
+from orbitkv_agent.store.index import MAX_SHARDS, Group, KeySpace, arena_ids_of, place_of, units_of
+from orbitkv_agent.store.namespaces import NONE, RETAINED, Namespace, RetentionClass
+from orbitkv_agent.store.reclaim import Reclaimer
+from orbitkv_agent.store.residency import Residency
+from orbitkv_agent.store.statistics import StoreStats, collect_stats, verify_invariants
+
+_PAUSE_SECONDS = 0.0015
+
+
+@dataclass(frozen=True, slots=True)
+class HitRun:
+    """Leading runs of complete pages, group by group: entries to pin in the same turn of the owner's thread."""
+
+    entries: dict[int, Entries]
+
+    def pages(self, group: int) -> int:
+        """Length of the run of a group."""
+        found = self.entries.get(group)
+        return 0 if found is None else len(found)
+
+
+class Reservation:
+    """Places for pages of one save, group and shard; each is committed or aborted exactly once.
+
+    `positions` are the indices of the hashes that got a page, ascending; page i of the others is that of hash
+    `positions[i]`. Nobody else can get these places while the page is open, and nobody sees the entries because of it.
+    """
+
+    __slots__ = (
+        "arena_ids",
+        "dropped",
+        "entries",
+        "group",
+        "in_flight",
+        "offsets",
+        "open",
+        "positions",
+        "present",
+        "shard",
+    )
+
+    def __init__(
+        self,
+        group: Group,
+        shard: int,
+        positions: npt.NDArray[np.uint32],
+        entries: Entries,
+        places: npt.NDArray[np.int64],
+        *,
+        present: int,
+        in_flight: int,
+        dropped: dict[str, int],
+    ) -> None:
+        self.group = group
+        self.shard = shard
+        self.positions = positions
+        self.entries = entries
+        self.arena_ids: npt.NDArray[np.uint32] = arena_ids_of(places).astype(np.uint32)
+        self.offsets: npt.NDArray[np.uint64] = (units_of(places) * UNIT_BYTES).astype(np.uint64)
+        """In bytes, in the arena."""
+        self.open = np.ones(len(entries), np.bool_)
+        """Pages neither committed nor aborted."""
+        self.present = present
+        """Pages that were there already."""
+        self.in_flight = in_flight
+        """Pages that another reservation is writing, or that this one named twice."""
+        self.dropped = dropped
+        """Pages that could not be had, by reason: `quota`, `pool_full`. They are the last of the hashes."""
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    @property
+    def padded_bytes(self) -> int:
+        """What the pages take in the pool."""
+        return len(self.entries) * self.group.page_units[self.shard] * UNIT_BYTES
+
+
+class PageCache:
+    """Pages in DRAM and their keys, for one owner thread: there is no lock, and only `arenas` has a thread beside it.
+
+    Hashes are passed as one blob, one after another. Entries are named by int32 indices, which are valid in the same
+    turn of the owner's thread, while pinned, or while `is_current` says so. No call takes longer than about 2 ms at
+    millions of entries; what takes longer is carried on by `reclaim_step`.
+
+    Raises ValueError for a pool of 4 TiB or more.
+    """
+
+    def __init__(self, arenas: ArenaPool, *, pause_seconds: float = _PAUSE_SECONDS) -> None:
+        if arenas.capacity_bytes >= MAX_ENTRIES * UNIT_BYTES:
+            raise ValueError(f"A pool of {arenas.capacity_bytes} bytes is too large: less than 4 TiB are served.")
+        self.arenas = arenas
+        self._namespaces: dict[str, Namespace] = {}
+        self._next_namespace = 1
+        self._key_spaces: dict[tuple[str, Hashable, Hashable], KeySpace] = {}
+        self._residency = Residency(arenas)
+        self._index = self._residency.index
+        self._entries = self._residency.entries
+        self._reclaimer = Reclaimer(self._residency, self._namespaces, pause_seconds)
+        self.on_inserted = self._residency.on_inserted
+        """Called with (key space, group, hashes) of entries that became complete, once a batch."""
+        self.on_evicted = self._residency.on_evicted
+        """The same for complete entries that were evicted. A dropped key space is not told entry by entry."""
+
+    # ---- namespaces and key spaces
+
+    def configure_namespace(
+        self,
+        name: str,
+        *,
+        quota_bytes: int | None = None,
+        guaranteed_bytes: int = 0,
+        insert_class: RetentionClass = RetentionClass.PROBATIONARY,
+        reset_generation: int = 0,
+    ) -> None:
+        """Set a namespace's limits, from now on. Beyond a lowered quota its own pages go, by and by.
+
+        A higher reset generation drops all that was kept under lower ones. Raises ValueError for a lower one.
+        """
+        namespace = self._namespace(name)
+        if reset_generation < namespace.reset_generation:
+            raise ValueError(
+                f"Cache namespace {name!r} is at reset generation {namespace.reset_generation} and cannot go back to"
+                f" {reset_generation}."
+            )
+        namespace.quota_bytes = quota_bytes
+        namespace.guaranteed_bytes = guaranteed_bytes
+        namespace.insert_class = insert_class
+        if reset_generation > namespace.reset_generation:
+            namespace.reset_generation = reset_generation
+            for key_space in self._key_spaces_of(name):
+                self.drop_key_space(key_space)
+
+    def drop_namespace(self, name: str) -> None:
+        """Drop all key spaces of a namespace and forget its limits. Memory returns as leases and saves on it end."""
+        for key_space in self._key_spaces_of(name):
+            self.drop_key_space(key_space)
+        self.configure_namespace(name, reset_generation=self._namespace(name).reset_generation)
+
+    def open_key_space(
+        self,
+        namespace: str,
+        identity: Hashable,
+        key_generation: Hashable = 0,
+        *,
+        shards: int = 1,
+        hash_bytes: int = KEY_BYTES,
+    ) -> KeySpace:
+        """The key space of a model identity and key generation in a namespace, at the namespace's reset generation.
+
+        Engines of the same identity share it. Raises ValueError if it is open with other `shards` or `hash_bytes`.
+        Starts making the namespace's first arena (see `is_ready`).
+        """
+        if not 1 <= hash_bytes <= KEY_BYTES:
+            raise ValueError(f"Engine hashes of {hash_bytes} bytes are not served: 1 to {KEY_BYTES} are.")
+        if not 1 <= shards <= MAX_SHARDS:
+            raise ValueError(f"{shards} shards are not served: 1 to {MAX_SHARDS} are.")
+        owner = self._namespace(namespace)
+        known = self._key_spaces.get((namespace, identity, key_generation))
+        if known is not None:
+            if (known.shards, known.hash_bytes) != (shards, hash_bytes):
+                raise ValueError(
+                    f"This model is kept with {known.shards} shards and hashes of {known.hash_bytes} bytes, not"
+                    f" {shards} and {hash_bytes}: its identity must differ, too."
+                )
+            return known
+        key_space = KeySpace(self._index, owner, identity, key_generation, shards, hash_bytes)
+        self._key_spaces[(namespace, identity, key_generation)] = key_space
+        self._reclaimer.prepare(owner)
+        return key_space
+
+    def drop_key_space(self, key_space: KeySpace) -> None:
+        """Nothing of it is found any more. Its pages return by `reclaim_step`, and as leases and saves on them end."""
+        key = (key_space.namespace.name, key_space.identity, key_space.key_generation)
+        if self._key_spaces.get(key) is key_space:
+            del self._key_spaces[key]
+        if not key_space.closed and self._index.close(key_space):
+            self._reclaimer.sweep()
+
+    def is_ready(self, namespace: str) -> bool:
+        """Whether the namespace has an arena that takes pages. Until then reservations drop them (`pool_full`)."""
+        self.arenas.poll()
+        return not self.arenas.prefault or any(arena.allocatable for arena in self.arenas.of(namespace))
+
+    # ---- queries and leases
+
+    def lookup(self, key_space: KeySpace, group_hashes: Mapping[int, bytes], *, counted: bool = True) -> HitRun:
+        """Leading runs of complete pages for the hashes of each group. Changes nothing but the hit and miss counters.
+
+        A key space that was dropped finds nothing. `counted=False` for asking again.
+        """
+        entries = {group: key_space.lookup_run(group, blob) for group, blob in group_hashes.items()}
+        if counted:
+            hits = sum(map(len, entries.values()))
+            counters = key_space.namespace.counters
+            counters.hits += hits
+            counters.misses += sum(map(len, group_hashes.values())) // key_space.hash_bytes - hits
+        return HitRun(entries)
+
+    def pin(self, entries: Entries) -> None:
+        """Keep complete entries, of one namespace, until `unpin`. Raises ValueError if one is not complete."""
+        if not self._entries.visible[entries].all():
+            raise ValueError("Only complete entries can be pinned.")
+        np.add.at(self._entries.pins, entries, 1)
+
+    def unpin(self, entries: Entries) -> None:
+        """Undo one `pin` of each of these entries. Raises ValueError, and changes nothing, if one has no pin left."""
+        pins = self._entries.pins
+        np.subtract.at(pins, entries, 1)
+        left = pins[entries]
+        if (left < 0).any():
+            np.add.at(pins, entries, 1)
+            raise ValueError("An entry was unpinned more often than pinned.")
+        free = left == 0
+        free &= (self._entries.last_tick[entries] == 0) | self._index.closed[self._entries.owner[entries]]
+        if free.any():
+            self._residency.settle(np.unique(entries[free]))
+
+    def demand_hit(self, entries: Entries) -> None:
+        """A request uses these complete entries, of one namespace, in prefix order: they become retained and recent."""
+        if not len(entries):
+            return
+        namespace = self._residency.namespace_of(entries)
+        # The start of a prefix serves more requests than its end, so the end is to go first.
+        latest = entries[::-1]
+        ticks = self._entries.touch(latest)
+        if not (self._entries.retention[latest] == RETAINED).all():
+            once = latest[self._entries.last_tick[latest] == ticks]
+            self._residency.set_class(namespace, once, RetentionClass.RETAINED)
+        namespace.log(RETAINED).mention(latest, ticks)
+
+    def generations(self, entries: Entries) -> npt.NDArray[np.uint32]:
+        """Generations of entries, to be kept with indices that outlive the turn."""
+        return self._entries.generation[entries]
+
+    def is_current(self, entries: Entries, generations: npt.NDArray[np.uint32]) -> bool:
+        """Whether all of these entries are complete, and the same as when `generations` was taken."""
+        visible = self._entries.visible[entries]
+        return bool(
+            (self._entries.generation[entries] == generations).all()
+            and visible.all()
+            and not self._index.closed[visible].any()
+        )
+
+    def places(self, entries: Entries, shard: int) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint64]]:
+        """Arena ids and byte offsets of the committed pages of a shard. Pin the entries first."""
+        places = self._entries.places(shard)[entries]
+        if (places <= 0).any():
+            raise ValueError(f"Not all of these entries have a committed page of shard {shard}.")
+        return arena_ids_of(places).astype(np.uint32), (units_of(places) * UNIT_BYTES).astype(np.uint64)
+
+    def footprint_bytes(self, entries: Entries) -> int:
+        """What entries take in the pool with all their shards, padding included."""
+        return int(self._entries.units[entries].sum()) * UNIT_BYTES
+
+    # ---- saves
+
+    def reserve(self, key_space: KeySpace, group: int, hashes: bytes, shard: int, page_bytes: int) -> Reservation:
+        """Get places for the pages of `shard` that are neither kept nor being written already, first hashes first.
+
+        Evicts where needed and drops what cannot be had. Raises ValueError if the key space was dropped, or keeps this
+        group and shard with another page size.
+        """
+        self.arenas.poll()
+        known = key_space.group(group)
+        if key_space.closed:
+            raise ValueError("This key space was dropped: open it again.")
+        units = _fix_page_size(known, shard, page_bytes)
+        blob = key_space.padded(hashes)
+        keys = np.frombuffer(blob, np.uint64).reshape(-1, KEY_WORDS)
+        found = self._index.find(known, blob)
+        column = self._entries.places(shard)
+        state = column[found]
+        first = _first_occurrences(keys)
+        wanted = np.flatnonzero((state == 0) & first)
+        kept = found[(state > 0) & first]
+        if len(kept):
+            self._residency.mention(key_space.namespace, kept[::-1])
+        existing = found[wanted]
+        held = existing[existing != 0]
+        self._entries.pending[held] += 1  # so that making room does not evict them
+        runs, reason = self._reclaimer.obtain(key_space.namespace, len(wanted), units)
+        places = _places(runs, units)
+        granted = len(places)
+        refused = existing[granted:]
+        refused = refused[refused != 0]
+        if len(refused):
+            self._entries.pending[refused] -= 1
+            self._residency.settle(refused)
+        entries = self._fill_in(known, shard, keys[wanted[:granted]], existing[:granted], places, units)
+        dropped = {} if granted == len(wanted) else {reason: len(wanted) - granted}
+        counters = key_space.namespace.counters
+        counters.dropped_quota += dropped.get("quota", 0)
+        counters.dropped_pool_full += dropped.get("pool_full", 0)
+        return Reservation(
+            known,
+            shard,
+            wanted[:granted].astype(np.uint32),
+            entries.astype(np.int32),
+            places,
+            present=len(kept),
+            in_flight=len(found) - len(kept) - len(wanted),
+            dropped=dropped,
+        )
+
+    def commit(self, reservation: Reservation, indices: npt.NDArray[np.int64] | None = None) -> None:
+        """The bytes of these pages of a reservation (all open ones if None) are in place.
+
+        An entry becomes visible with its last shard. Raises ValueError, and changes nothing, for a page that was
+        committed or aborted before.
+        """
+        chosen = _close_pages(reservation, indices)
+        entries = reservation.entries[chosen]
+        if not len(entries):
+            return
+        table, group = self._entries, reservation.group
+        namespace = group.key_space.namespace
+        column = table.places(reservation.shard)
+        column[entries] = -column[entries]
+        table.pending[entries] -= 1
+        table.committed[entries] += 1
+        fresh = entries[table.retention[entries] == NONE]
+        if len(fresh):
+            self._residency.set_class(namespace, fresh, namespace.insert_class)
+        if group.key_space.closed:
+            self._residency.settle(entries)
+            return
+        self._residency.mention(namespace, entries[::-1])
+        complete = entries[table.committed[entries] == group.key_space.shards]
+        table.visible[complete] = group.owner
+        namespace.counters.insertions += len(complete)
+        if len(complete) and self.on_inserted:
+            hashes = group.key_space.hashes(complete)
+            for listener in self.on_inserted:
+                listener(group.key_space, group.number, hashes)
+
+    def abort(self, reservation: Reservation) -> None:
+        """Give back the open pages of a reservation: nothing of theirs will be written any more."""
+        entries = reservation.entries[_close_pages(reservation, None)]
+        if not len(entries):
+            return
+        table, group = self._entries, reservation.group
+        column = table.places(reservation.shard)
+        self._residency.free_pages(group, reservation.shard, -column[entries])
+        column[entries] = 0
+        table.units[entries] -= group.page_units[reservation.shard]
+        table.pending[entries] -= 1
+        self._residency.settle(entries)
+
+    def _fill_in(
+        self,
+        group: Group,
+        shard: int,
+        keys: npt.NDArray[np.uint64],
+        existing: Indices,
+        places: npt.NDArray[np.int64],
+        units: int,
+    ) -> Indices:
+        """Write reserved places into the table, making the entries that are missing."""
+        entries = existing.copy()
+        missing = existing == 0
+        if missing.any():
+            fresh = self._index.add(group, keys[missing])
+            self._entries.pending[fresh] = 1
+            entries[missing] = fresh
+        self._entries.places(shard)[entries] = -places
+        self._entries.units[entries] += units
+        group.pages[shard] += len(entries)
+        start = 0
+        ids = arena_ids_of(places)
+        firsts = units_of(places)
+        for end in [*(np.flatnonzero(np.diff(ids)) + 1).tolist(), len(ids)] if len(ids) else []:
+            arena = self.arenas.get(int(ids[start]))
+            assert arena is not None
+            arena.owners[firsts[start:end]] = entries[start:end]
+            start = end
+        return entries
+
+    # ---- upkeep
+
+    def reclaim_step(self) -> bool:
+        """Do a bounded piece of pending upkeep; whether to call again soon. Call it when the loop is idle, and when
+        `arenas` notifies: it takes over what the arenas' thread finished."""
+        return self._reclaimer.step()
+
+    def stats(self) -> StoreStats:
+        """Gauges and counters of the store (see `StoreStats`)."""
+        return collect_stats(self._residency, self._namespaces.values(), self._key_spaces.values())
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError if the parts of the store contradict each other. Slow: for tests."""
+        verify_invariants(self._residency, self._namespaces.values())
+
+    def close(self) -> None:
+        """Close all arenas. Engines that map them keep their mappings, with what is in them."""
+        self.arenas.close()
+
+    def _namespace(self, name: str) -> Namespace:
+        namespace = self._namespaces.get(name)
+        if namespace is None:
+            namespace = self._namespaces[name] = Namespace(self._next_namespace, name, self._entries.last_tick)
+            self._next_namespace += 1
+        return namespace
+
+    def _key_spaces_of(self, name: str) -> list[KeySpace]:
+        return [key_space for key_space in self._key_spaces.values() if key_space.namespace.name == name]
+
+
+def _fix_page_size(group: Group, shard: int, page_bytes: int) -> int:
+    """Units of a page of this shard; the first reservation decides."""
+    if not 0 <= shard < group.key_space.shards:
+        raise ValueError(f"There is no shard {shard} among {group.key_space.shards}.")
+    if page_bytes <= 0:
+        raise ValueError(f"A page of {page_bytes} bytes cannot be kept.")
+    if group.page_bytes[shard] == 0:
+        group.page_bytes[shard] = page_bytes
+        group.page_units[shard] = -(-page_bytes // UNIT_BYTES)
+    elif group.page_bytes[shard] != page_bytes:
+        raise ValueError(
+            f"Pages of group {group.number}, shard {shard} have {group.page_bytes[shard]} bytes here, not {page_bytes}:"
+            " another layout needs another model identity."
+        )
+    return group.page_units[shard]
+
+
+def _first_occurrences(keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
+    """Where a key is named for the first time."""
+    first = np.ones(len(keys), np.bool_)
+    words = np.sort(keys[:, 0])
+    if (words[1:] == words[:-1]).any():
+        seen: set[bytes] = set()
+        for position, key in enumerate(keys):
+            first[position] = key.tobytes() not in seen
+            seen.add(key.tobytes())
+    return first
+
+
+def _places(runs: list[tuple[Arena, int, int]], units: int) -> npt.NDArray[np.int64]:
+    """Places of the pages of runs, one after another."""
+    if not runs:
+        return np.zeros(0, np.int64)
+    return np.concatenate(
+        [place_of(arena.id, np.arange(first, first + pages * units, units)) for arena, first, pages in runs]
+    )
+
+
+def _close_pages(reservation: Reservation, indices: npt.NDArray[np.int64] | None) -> npt.NDArray[np.int64]:
+    """Mark pages as no longer open; all that are if `indices` is None."""
+    if indices is None:
+        chosen = np.flatnonzero(reservation.open)
+    else:
+        chosen = np.asarray(indices, np.int64)
+        if not reservation.open[chosen].all() or len(np.unique(chosen)) < len(chosen):
+            raise ValueError("A page of this reservation was committed or aborted before.")
+    reservation.open[chosen] = False
+    return chosen

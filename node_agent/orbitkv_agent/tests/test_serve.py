@@ -1,0 +1,103 @@
+"""The program as people run it: start, look, change, stop."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from orbitkv_agent.admin import AdminConnection, parse_status
+from orbitkv_agent.cli import FAILED, NO_AGENT, OK, main
+from orbitkv_agent.observe.metrics import METRICS, OTHER
+
+START_SECONDS = 30.0
+
+
+def command(socket_path: str, metrics_address: str, *more: str) -> list[str]:
+    return [
+        *(sys.executable, "-m", "orbitkv_agent", "serve", "--pool", "8MiB", "--prefault", "false"),
+        *("--socket-path", socket_path, "--metrics-address", metrics_address, *more),
+    ]
+
+
+class Serving:
+    """`orbitkv-agent serve` in a process of its own, which logs JSON without buffering."""
+
+    def __init__(self, process: subprocess.Popen[bytes], socket_path: str) -> None:
+        self.process = process
+        self.socket_path = socket_path
+        self.metrics_address = self.wait_for("serving metrics")["address"]
+        self.wait_for("serving")
+
+    def wait_for(self, event: str) -> dict[str, str]:
+        """Return the next entry of the log with this event."""
+        assert self.process.stderr is not None
+        deadline = time.monotonic() + START_SECONDS
+        while True:
+            ready, _, _ = select.select([self.process.stderr], [], [], max(0.0, deadline - time.monotonic()))
+            line = self.process.stderr.readline() if ready else b""
+            assert line, f"the agent did not log {event!r}"
+            entry: dict[str, str] = json.loads(line)
+            if entry["event"] == event:
+                return entry
+
+    def get(self, path: str) -> str:
+        with urllib.request.urlopen(f"http://{self.metrics_address}{path}", timeout=10) as answer:
+            return str(answer.read().decode())
+
+
+@pytest.fixture
+def serving(tmp_path: Path) -> Iterator[Serving]:
+    socket_path = str(tmp_path / "agent.sock")
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("ORBITKV_AGENT_")}
+    arguments = command(socket_path, "127.0.0.1:0", "--log-format", "json")
+    with subprocess.Popen(arguments, stderr=subprocess.PIPE, bufsize=0, env=environ) as process:
+        try:
+            yield Serving(process, socket_path)
+        finally:
+            process.kill()
+
+
+def test_agent_serves_tells_about_itself_and_drains_on_sigterm(
+    serving: Serving, capsys: pytest.CaptureFixture[str]
+) -> None:
+    socket_path = serving.socket_path
+    assert serving.get("/health") == "ok\n"
+    families = text_string_to_metric_families(serving.get("/metrics"))
+    samples = [sample for family in families for sample in family.samples]
+    unlabelled = {row.name for row in METRICS if not row.labels and row.kind != "histogram"}
+    assert unlabelled <= {sample.name.removeprefix("orbitkv_") for sample in samples}
+    assert not [sample for sample in samples if OTHER in sample.labels.values()]
+
+    assert main(["configure-namespace", "team-a", "--quota", "1MiB", "--socket", socket_path]) == OK
+    assert main(["configure-namespace", "team-a", "--guaranteed", "512KiB", "--socket", socket_path]) == OK
+    assert main(["configure-namespace", "team-a", "--guaranteed", "2MiB", "--socket", socket_path]) == FAILED
+    assert "guaranteed (2097152) must not be larger than quota (1048576)\n" in capsys.readouterr().err
+    with AdminConnection(socket_path) as agent:
+        status = parse_status(agent.status())
+    team_a = next(row for row in status["namespaces"] if row["name"] == "team-a")
+    assert (team_a["quota_bytes"], team_a["guaranteed_bytes"]) == (1 << 20, 1 << 19)
+    assert status["agent"]["pid"] == serving.process.pid
+
+    serving.process.send_signal(signal.SIGTERM)
+    assert serving.process.wait(timeout=30) == OK
+    assert main(["status", "--socket", socket_path]) == NO_AGENT
+
+
+def test_second_agent_on_the_same_socket_is_refused_and_the_first_serves_on(serving: Serving) -> None:
+    arguments = command(serving.socket_path, "off", "--log-level", "error")
+    second = subprocess.run(arguments, capture_output=True, text=True, check=False, timeout=60)
+    assert second.returncode == FAILED
+    assert second.stderr.count("\n") == 1
+    assert f"another agent (pid {serving.process.pid}) serves {serving.socket_path}" in second.stderr
+    assert main(["status", "--socket", serving.socket_path]) == OK

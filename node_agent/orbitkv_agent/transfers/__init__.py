@@ -1,0 +1,1 @@
+"""Saves and restores: what the agent grants, and what it learns about the copies."""

@@ -1,0 +1,274 @@
+"""Saves: places are granted, the client copies, its commit makes the pages visible."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from orbitkv.protocol.errors import ErrorKind
+from orbitkv.protocol.messages import (
+    CommitSave,
+    PagePlaces,
+    RecordRef,
+    SavePlan,
+    SaveRequest,
+    SavesAccepted,
+    SubmitSaves,
+)
+from orbitkv.protocol.records import RecordState
+from orbitkv_agent import faults
+from orbitkv_agent.guards import guard
+from orbitkv_agent.loop import Loop
+from orbitkv_agent.observe.counters import Counters
+from orbitkv_agent.queries.leases import handle_numbers
+from orbitkv_agent.queries.service import check_hashes
+from orbitkv_agent.sessions.errors import Refused, stale
+from orbitkv_agent.sessions.instances import Instance, Registration
+from orbitkv_agent.sessions.layout import GroupLayout
+from orbitkv_agent.sessions.spaces import KeySpaces
+from orbitkv_agent.store.cache import PageCache, Reservation
+from orbitkv_agent.store.index import KeySpace
+from orbitkv_agent.transfers.plans import Blocks, PlanRefused, check_blocks, group_of, same_groups
+
+if TYPE_CHECKING:
+    from orbitkv_agent.sessions.membership import Membership
+    from orbitkv_agent.sessions.session import Session
+
+MAX_SAVES: Final = 1024
+"""Saves of one session that may be in flight, and in one batch."""
+_DROPPED: Final = {"pool_full": "pool-full"}
+
+
+@dataclass(eq=False, slots=True)
+class Save:
+    """A save whose plan went to the client. `bytes` is what it copies, without padding; `held_bytes` with it."""
+
+    number: int
+    session: Session
+    registration: Registration
+    instance: Instance
+    reservations: list[Reservation]
+    record: RecordRef
+    bytes: int
+    held_bytes: int
+    started: float
+    proof: bool
+    warned: float | None = None
+
+    def __str__(self) -> str:
+        return f"save {self.number} of {self.session}, instance {self.instance}, {self.bytes} bytes"
+
+    @property
+    def pages(self) -> int:
+        """How many pages it writes."""
+        return sum(map(len, self.reservations))
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One group of a checked request: `wanted` are the indices of the hashes to keep, None for all of them."""
+
+    group: GroupLayout
+    blob: bytes
+    hash_bytes: int
+    wanted: Blocks | None
+
+    @property
+    def count(self) -> int:
+        return len(self.blob) // self.hash_bytes
+
+
+class Saves:
+    """All saves. Used by the owner thread only.
+
+    Attributes:
+        inflight_bytes: padded bytes that are granted and not committed.
+        draining: accept no more.
+    """
+
+    def __init__(
+        self, loop: Loop, cache: PageCache, spaces: KeySpaces, membership: Membership, counters: Counters
+    ) -> None:
+        self._loop = loop
+        self._cache = cache
+        self._spaces = spaces
+        self._membership = membership
+        self._counters = counters
+        self._numbers = handle_numbers()
+        self._saves: dict[int, Save] = {}
+        self.inflight_bytes = 0
+        self.draining = False
+
+    def __len__(self) -> int:
+        return len(self._saves)
+
+    def __iter__(self) -> Iterator[Save]:
+        """Those in flight, oldest first."""
+        return iter(list(self._saves.values()))
+
+    def submit(self, session: Session, message: SubmitSaves) -> SavesAccepted:
+        """Grant places to a batch: to all of it, or nothing.
+
+        Raises:
+            Refused: a field of one of the saves, too many of them, or the agent drains.
+        """
+        if self.draining:
+            self._counters.save_dropped["draining"] += sum(_pages(request) for request in message.saves)
+            raise Refused(ErrorKind.UNAVAILABLE, "the agent is shutting down and keeps nothing more")
+        try:
+            checked = [self._check(session, request) for request in message.saves]
+            if len(session.saves) + len(checked) > MAX_SAVES:
+                raise PlanRefused("busy", f"this session has {len(session.saves)} saves in flight", ErrorKind.BUSY)
+        except PlanRefused as refusal:
+            raise refusal.count(self._counters.plans_refused) from None
+        saves: list[Save] = []
+        plans: list[SavePlan] = []
+        try:
+            for request, (registration, parts) in zip(message.saves, checked, strict=True):
+                save, plan = self._grant(session, request, registration, parts)
+                saves.append(save)
+                plans.append(plan)
+                faults.hit("save-granted")
+        except BaseException:
+            for save in saves:
+                self._end(save, copied=False)
+            raise
+        return SavesAccepted(plans)
+
+    def commit(self, session: Session, message: CommitSave) -> None:
+        """The client saw its copy done, or dropped it.
+
+        Raises:
+            Refused: STALE, no such save of this session is in flight.
+        """
+        save = self._saves.get(message.save)
+        if save is None or (save.session is not session and guard("own-session")):
+            raise stale(f"save {message.save} is not in flight in this session")
+        faults.hit("save-commit")
+        if not message.copied:
+            self._counters.save_dropped["failed"] += save.pages
+        self._end(save, copied=message.copied)
+
+    def end_copies(self, session: Session) -> None:
+        """The session's process copies nothing any more: what it did not commit is dropped."""
+        for save in list(session.saves.values()):
+            self._counters.save_dropped["aborted"] += save.pages
+            self._end(save, copied=False)
+
+    # ------------------------------------------------------------------------------------------- internals
+
+    def _check(self, session: Session, request: SaveRequest) -> tuple[Registration, list[_Part]]:
+        try:
+            registration = self._membership.registration(session, request.registration)
+        except Refused as error:
+            raise PlanRefused("stale", str(error), error.kind) from None
+        if request.producer is not None:
+            raise PlanRefused(
+                "unsupported", "producer: timeline words are not there in host mode", ErrorKind.UNSUPPORTED
+            )
+        same_groups([part.group for part in request.blocks], [part.group for part in request.hashes])
+        if len({part.group for part in request.hashes}) != len(request.hashes):
+            raise PlanRefused("group", "hashes name a group twice")
+        parts = []
+        for hashes, ids in zip(request.hashes, request.blocks, strict=True):
+            group = group_of(registration, hashes.group)
+            try:
+                count = check_hashes(hashes)
+            except Refused as error:
+                raise PlanRefused("count", str(error)) from None
+            blocks = check_blocks(ids, group, count)
+            wanted = None if not count or int(blocks.min()) >= 0 else np.flatnonzero(blocks >= 0).astype(np.int32)
+            parts.append(_Part(group, hashes.blob, hashes.hash_bytes, wanted))
+        return registration, parts
+
+    def _grant(
+        self, session: Session, request: SaveRequest, registration: Registration, parts: list[_Part]
+    ) -> tuple[Save, SavePlan]:
+        record = session.records.open() if session.records is not None else None
+        if record is None:
+            raise PlanRefused(
+                "busy", "this session has no completion record left; let others end", ErrorKind.BUSY
+            ).count(self._counters.plans_refused)
+        instance = registration.instance
+        save = Save(
+            next(self._numbers), session, registration, instance, [], record, 0, 0, self._loop.now(), request.proof
+        )
+        self._saves[save.number] = save
+        session.saves[save.number] = save
+        instance.saves += 1
+        registration.copy_started()
+        plan = SavePlan(save.number, record, [], [], 0, {})
+        try:
+            for part in parts:
+                self._reserve(save, plan, part)
+        except BaseException:
+            self._end(save, copied=False)
+            raise
+        self._counters.save_dropped.update(plan.dropped)
+        return save, plan
+
+    def _reserve(self, save: Save, plan: SavePlan, part: _Part) -> None:
+        space, reason = self._space(save, part.hash_bytes)
+        if space is None:
+            plan.dropped[reason] = plan.dropped.get(reason, 0) + part.count
+            plan.positions.append(b"")
+            plan.pages.append(PagePlaces(part.group.group, b"", b""))
+            return
+        blob = part.blob
+        if part.wanted is not None:
+            hashes = np.frombuffer(blob, np.uint8).reshape(-1, part.hash_bytes)
+            blob = hashes[part.wanted].tobytes()
+        shard = 0 if save.proof else save.registration.shard
+        reserved = self._cache.reserve(space, part.group.group, blob, shard, part.group.page_bytes)
+        save.reservations.append(reserved)
+        save.bytes += len(reserved) * part.group.page_bytes
+        save.held_bytes += reserved.padded_bytes
+        self.inflight_bytes += reserved.padded_bytes
+        positions = reserved.positions if part.wanted is None else part.wanted[reserved.positions]
+        plan.positions.append(positions.astype("<u4").tobytes())
+        plan.pages.append(
+            PagePlaces(
+                part.group.group, reserved.arena_ids.astype("<u4").tobytes(), reserved.offsets.astype("<u8").tobytes()
+            )
+        )
+        plan.present += reserved.present + reserved.in_flight
+        for name, count in reserved.dropped.items():
+            word = _DROPPED.get(name, name)
+            plan.dropped[word] = plan.dropped.get(word, 0) + count
+
+    def _space(self, save: Save, hash_bytes: int) -> tuple[KeySpace | None, str]:
+        """Where the save's pages belong; else why nowhere."""
+        registration = save.registration
+        if save.proof:
+            return self._spaces.of_proof(registration, hash_bytes), ""
+        if not registration.proven or registration.instance.off:
+            return None, "unproven"
+        if not registration.instance.sealed:
+            return None, "not-serving"
+        return self._spaces.of(registration.instance, hash_bytes), ""
+
+    def _end(self, save: Save, *, copied: bool) -> None:
+        del self._saves[save.number]
+        del save.session.saves[save.number]
+        for reservation in save.reservations:
+            if copied:
+                self._cache.commit(reservation)
+            else:
+                self._cache.abort(reservation)
+        self.inflight_bytes -= save.held_bytes
+        save.instance.saves -= 1
+        records = save.session.records
+        if records is not None:
+            records.close(save.record, RecordState.DONE if copied else RecordState.FAILED)
+            save.session.notify()
+        if copied:
+            self._counters.save_bytes += save.bytes
+            self._counters.save_duration.observe(self._loop.now() - save.started)
+        save.registration.copy_ended()
+
+
+def _pages(request: SaveRequest) -> int:
+    return sum(len(part.blob) // max(1, part.hash_bytes) for part in request.hashes)

@@ -1,0 +1,237 @@
+"""Writes what the documentation says about settings and metrics from the code that has them.
+
+    python -m tools.generate            write the pages that differ
+    python -m tools.generate --check    write nothing; exit 1 and show what differs
+
+`docs/metrics.md` is made as a whole. In `docs/configuration.md` people write the text, and each table stands between
+two markers, `<!-- generated: NAME -->` and `<!-- end: NAME -->`.
+"""
+
+import argparse
+import difflib
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from orbitkv.config import LIVE_SETTINGS, NOT_THERE_YET, SETTINGS
+from orbitkv_agent.config import AgentConfig, NamespaceSettings, describe_default
+from orbitkv_agent.config_sources import flag_name, variable_name
+from orbitkv_agent.observe.metrics import METRICS, OTHER, PREFIX, MetricRow
+
+ROOT = Path(__file__).resolve().parent.parent
+AREAS = {
+    "pool": ("Page pool", "The memory that holds pages."),
+    "cache": ("Cache", "What is stored. A block is a page of one group, all shards of it together."),
+    "query": ("Queries", "What engines ask for, and the bytes that are reserved for the answers."),
+    "leases": ("Leases", "Pages that were promised to an engine and are not yet being copied."),
+    "transfer": ("Saves and restores", "Copies between the engines' memory and the pool."),
+    "sessions": ("Sessions", "Connections and registrations of engines."),
+}
+
+
+class GenerateError(Exception):
+    """A page cannot be made; the message says what to change."""
+
+
+# -------------------------------------------------------------------------------------------------------------- tables
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table in Markdown."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def code(text: str) -> str:
+    """Return `text` as code, or nothing if it is empty."""
+    return f"`{text}`" if text else ""
+
+
+def agent_settings() -> str:
+    """The agent's settings."""
+    return table(
+        ("Setting", "Flag", "Environment variable", "Default", "Meaning"),
+        (
+            (
+                code(name),
+                code(flag_name(name)),
+                code(variable_name(name)),
+                default_of(AgentConfig, name),
+                about(AgentConfig, name),
+            )
+            for name in AgentConfig.model_fields
+        ),
+    )
+
+
+def namespace_settings() -> str:
+    """Settings of one cache namespace."""
+    fields = NamespaceSettings.model_fields
+    rows = ((code(name), default_of(NamespaceSettings, name), about(NamespaceSettings, name)) for name in fields)
+    return table(("Setting", "Default", "Meaning"), rows)
+
+
+def plugin_settings() -> str:
+    """Settings of the engine plugins."""
+    rows = (
+        (
+            code(setting.key),
+            code(setting.variable),
+            code(str(setting.default).lower() if isinstance(setting.default, bool) else str(setting.default)),
+            setting.rule.removeprefix("a ").capitalize(),
+            setting.description,
+        )
+        for setting in SETTINGS.values()
+    )
+    return table(("Key", "Environment variable", "Default", "Value", "Meaning"), rows)
+
+
+def live_settings() -> str:
+    """Settings of the plugins that a cache namespace can give."""
+    return ", ".join(map(code, LIVE_SETTINGS))
+
+
+def announced_settings() -> str:
+    """Settings that are refused as not there yet."""
+    return ", ".join(map(code, NOT_THERE_YET))
+
+
+def about(model: type[BaseModel], name: str) -> str:
+    """The description of a setting."""
+    return model.model_fields[name].description or ""
+
+
+def default_of(model: type[BaseModel], name: str) -> str:
+    """A setting's default: a value as code, and words as they are."""
+    text = describe_default(model, name)
+    return text if " " in text or text == "none" else code(text)
+
+
+# --------------------------------------------------------------------------------------------------------------- pages
+
+
+METRICS_HEAD = """\
+<!-- Made by tools/generate.py from node_agent/orbitkv_agent/observe/metrics.py: change it there. -->
+
+# Metrics
+
+The agent serves Prometheus metrics on `http://127.0.0.1:9091/metrics` and its health on `/health`; `metrics_address`
+moves or disables both ([configuration](configuration.md)). `/health` answers 200 while the agent serves, and 503 with
+the reason while it drains or hangs.
+
+Names ending in `_total` are counters: they start at zero when the agent starts. Sizes are in bytes, durations in
+seconds. No label ever holds a hash, a prompt or a request id. A label value that is not listed here is counted as
+`OTHER`.
+
+**At rest everything reserved is returned.** While no engine has work in flight, every gauge of reserved, pinned or
+in-flight bytes, pages and copies is zero. The agent checks this when it stops."""
+
+
+def metrics_page() -> str:
+    """The page on metrics."""
+    parts = [METRICS_HEAD.replace("OTHER", OTHER)]
+    for area, rows in groupby(METRICS, key=lambda row: row.area):
+        title, introduction = AREAS[area]
+        parts += [f"## {title}", introduction, metric_table(rows)]
+    return "\n\n".join(parts) + "\n"
+
+
+def metric_table(rows: Iterable[MetricRow]) -> str:
+    """The metrics of one area."""
+    return table(
+        ("Name", "Type", "Labels", "Meaning"),
+        ((code(PREFIX + row.name), row.kind, labels_of(row), row.help) for row in rows),
+    )
+
+
+def labels_of(row: MetricRow) -> str:
+    """A metric's labels, with their values where these are fixed."""
+    names = ", ".join(map(code, row.labels))
+    return f"{names}: {', '.join(map(code, row.known))}" if row.known else names
+
+
+SECTIONS: dict[str, Callable[[], str]] = {
+    "agent-settings": agent_settings,
+    "namespace-settings": namespace_settings,
+    "plugin-settings": plugin_settings,
+    "live-settings": live_settings,
+    "announced-settings": announced_settings,
+}
+PAGES: dict[str, Callable[[], str]] = {"docs/metrics.md": metrics_page}
+PAGES_WITH_SECTIONS = ("docs/configuration.md",)
+_MARKED = re.compile(r"(<!-- generated: (?P<name>[\w-]+) -->\n).*?(\n<!-- end: (?P=name) -->)", re.DOTALL)
+
+
+def fill(text: str, page: str) -> str:
+    """Return a page's text with what stands between its markers made anew.
+
+    Raises:
+        GenerateError: a marker has no partner, or names no section.
+    """
+
+    def section(match: re.Match[str]) -> str:
+        if match["name"] not in SECTIONS:
+            raise GenerateError(f"{page}: there is no section {match['name']}; there are {', '.join(SECTIONS)}")
+        return match[1] + SECTIONS[match["name"]]() + match[3]
+
+    filled, count = _MARKED.subn(section, text)
+    if count != text.count("<!-- generated:") or count != text.count("<!-- end:"):
+        raise GenerateError(f"{page}: each `<!-- generated: NAME -->` needs its `<!-- end: NAME -->`")
+    return filled
+
+
+def generated(root: Path) -> dict[str, str]:
+    """Return the pages by path as they should be.
+
+    Raises:
+        GenerateError: a page with sections is missing or has wrong markers.
+    """
+    pages = {page: make() for page, make in PAGES.items()}
+    for page in PAGES_WITH_SECTIONS:
+        path = root / page
+        if not path.exists():
+            raise GenerateError(f"{page} is missing: its text is written by hand")
+        pages[page] = fill(path.read_text(encoding="utf-8"), page)
+    return pages
+
+
+def difference(page: str, present: str, wanted: str) -> str:
+    """Return the lines that differ."""
+    before, after = present.splitlines(), wanted.splitlines()
+    return "\n".join(difflib.unified_diff(before, after, page, f"{page} (from the code)", n=0, lineterm=""))
+
+
+def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
+    """Write or check the pages; return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m tools.generate", description="Make the generated documentation.")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when a page is not up to date")
+    options = parser.parse_args(arguments)
+    try:
+        pages = generated(root)
+    except GenerateError as error:
+        print(error, file=sys.stderr)
+        return 1
+    drifted = False
+    for page, wanted in pages.items():
+        path = root / page
+        present = path.read_text(encoding="utf-8") if path.exists() else ""
+        if present == wanted:
+            continue
+        drifted = True
+        if options.check:
+            print(difference(page, present, wanted), file=sys.stderr)
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(wanted, encoding="utf-8")
+            print(f"wrote {page}", file=sys.stderr)
+    if options.check and drifted:
+        print("these pages are not what the code says: run `make generate`", file=sys.stderr)
+    return 1 if options.check and drifted else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
