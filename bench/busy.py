@@ -7,8 +7,8 @@ import sys
 
 import numpy as np
 
-from bench.engine import MemoryEngine, numbered_hashes
 from orbitkv import QueryReady
+from tools.harness.memory_engine import MemoryEngine, numbered_hashes
 
 PAGES = 64
 BLOCK_BYTES = 256 << 10

@@ -9,9 +9,9 @@ import time
 
 import numpy as np
 
-from bench.engine import MemoryEngine, numbered_hashes, temporary_agent
 from bench.figures import Figure, say
 from orbitkv import QueryReady, RestoreStatus, SaveStatus
+from tools.harness.memory_engine import MemoryEngine, numbered_hashes, temporary_agent
 
 PAGES = 512
 PAGE_BYTES = 36 * (64 << 10)
@@ -25,8 +25,8 @@ def run() -> list[Figure]:
     copies, saves, restores = [], [], []
     total = PAGES * PAGE_BYTES
     with (
-        temporary_agent(pool="4GiB") as agent,
-        MemoryEngine(str(agent.socket_path), blocks=PAGES, block_bytes=PAGE_BYTES) as engine,
+        temporary_agent(pool="4GiB", prefault=True) as agent,
+        MemoryEngine(agent.socket_path, blocks=PAGES, block_bytes=PAGE_BYTES) as engine,
     ):
         client = engine.client
         # The baseline copies into memory of the same kind as the agent's: a shared mapping, faulted in.
@@ -43,7 +43,7 @@ def run() -> list[Figure]:
                 sources, slots = numbers.permutation(PAGES), numbers.permutation(PAGES)
                 start = time.perf_counter()
                 for source, slot in zip(sources.tolist(), slots.tolist(), strict=True):
-                    target[slot] = engine.memory[source]
+                    target[slot] = engine.kv[0][source]
                 copied = time.perf_counter() - start
 
                 hashes = numbered_hashes(PAGES, first=turn * PAGES)

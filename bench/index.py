@@ -8,10 +8,10 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from bench.engine import MemoryEngine, numbered_hashes, temporary_agent
 from bench.figures import Figure, percentile, say
 from bench.query import latencies
 from tools.harness.agent import AgentProcess
+from tools.harness.memory_engine import MemoryEngine, numbered_hashes, temporary_agent
 
 SMALL, LARGE = 100_000, 2_000_000
 STEP = 20_480
@@ -21,7 +21,7 @@ def run() -> list[Figure]:
     """Fill, measuring at 100,000 and at 2 million pages."""
     with (
         temporary_agent(pool="9GiB", prefault=False) as agent,
-        MemoryEngine(str(agent.socket_path), blocks=4096, block_bytes=4096) as engine,
+        MemoryEngine(agent.socket_path, blocks=4096, block_bytes=4096) as engine,
     ):
         empty = _own_bytes(agent)
         _fill(engine, 0, SMALL)

@@ -9,12 +9,13 @@ import subprocess
 import sys
 import time
 import timeit
+from pathlib import Path
 
 import numpy as np
 
-from bench.engine import MemoryEngine, numbered_hashes, temporary_agent
 from bench.figures import Figure, percentile, say
 from orbitkv import BlockHashes, QueryReady, RestoreStatus
+from tools.harness.memory_engine import MemoryEngine, numbered_hashes, temporary_agent
 
 ROUNDS = 10_000
 BUSY_SECONDS = 10.0
@@ -23,8 +24,8 @@ BUSY_SECONDS = 10.0
 def run() -> list[Figure]:
     """Measure queries of 64 and 1024 hashes, alone and beside a busy process."""
     with (
-        temporary_agent(pool="1GiB") as agent,
-        MemoryEngine(str(agent.socket_path), blocks=1024, block_bytes=4096) as engine,
+        temporary_agent(pool="1GiB", prefault=True) as agent,
+        MemoryEngine(agent.socket_path, blocks=1024, block_bytes=4096) as engine,
     ):
         hashes = numbered_hashes(1024)
         engine.save(hashes)
@@ -33,7 +34,7 @@ def run() -> list[Figure]:
         say(f"  {ROUNDS:,} queries of 1024 hashes")
         hit_1024 = latencies(engine, hashes, ROUNDS)
         say(f"  queries of 64 hashes for {BUSY_SECONDS:.0f} s beside a process that saves and restores all the time")
-        busy = _busy_latencies(engine, hashes[:64], str(agent.socket_path))
+        busy = _busy_latencies(engine, hashes[:64], agent.socket_path)
         pending_us, done_us = _poll_restore(engine, hashes[:64])
     return [
         Figure("hit_64_p50_us", percentile(hit_64, 50), "us", bound=80),
@@ -57,8 +58,8 @@ def latencies(engine: MemoryEngine, hashes: BlockHashes, rounds: int) -> list[fl
     return samples
 
 
-def _busy_latencies(engine: MemoryEngine, hashes: BlockHashes, socket: str) -> list[float]:
-    command = [sys.executable, "-m", "bench.busy", socket]
+def _busy_latencies(engine: MemoryEngine, hashes: BlockHashes, socket: Path) -> list[float]:
+    command = [sys.executable, "-m", "bench.busy", str(socket)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as busy:
         assert busy.stdin is not None
         assert busy.stdout is not None

@@ -3,8 +3,8 @@
     python -m tools.generate            write the pages that differ
     python -m tools.generate --check    write nothing; exit 1 and show what differs
 
-`docs/metrics.md` is made as a whole. In `docs/configuration.md` people write the text, and each table stands between
-two markers, `<!-- generated: NAME -->` and `<!-- end: NAME -->`.
+`docs/metrics.md` is made as a whole. In the other pages people write the text, and each table stands between two
+markers, `<!-- generated: NAME -->` and `<!-- end: NAME -->`.
 """
 
 import argparse
@@ -18,6 +18,7 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from orbitkv.config import LIVE_SETTINGS, NOT_THERE_YET, SETTINGS
+from orbitkv.vllm.served import FEATURES
 from orbitkv_agent.config import AgentConfig, NamespaceSettings, describe_default
 from orbitkv_agent.config_sources import flag_name, variable_name
 from orbitkv_agent.observe.metrics import METRICS, OTHER, PREFIX, MetricRow
@@ -100,6 +101,18 @@ def announced_settings() -> str:
     return ", ".join(map(code, NOT_THERE_YET))
 
 
+def served_features() -> str:
+    """What of vLLM works with the cache."""
+    return table(("Feature", "Shown by"), ((row.title, code(row.test)) for row in FEATURES if row.served))
+
+
+def unserved_features() -> str:
+    """What of vLLM turns the cache off."""
+    scopes = {"engine": "the engine", "request": "the request"}
+    rows = ((row.title, scopes[row.scope], row.reason[0].upper() + row.reason[1:]) for row in FEATURES if not row.served)
+    return table(("Feature", "Off for", "Because"), rows)
+
+
 def about(model: type[BaseModel], name: str) -> str:
     """The description of a setting."""
     return model.model_fields[name].description or ""
@@ -160,9 +173,11 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "plugin-settings": plugin_settings,
     "live-settings": live_settings,
     "announced-settings": announced_settings,
+    "served-features": served_features,
+    "unserved-features": unserved_features,
 }
 PAGES: dict[str, Callable[[], str]] = {"docs/metrics.md": metrics_page}
-PAGES_WITH_SECTIONS = ("docs/configuration.md",)
+PAGES_WITH_SECTIONS = ("docs/configuration.md", "docs/vllm.md")
 _MARKED = re.compile(r"(<!-- generated: (?P<name>[\w-]+) -->\n).*?(\n<!-- end: (?P=name) -->)", re.DOTALL)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import logging
@@ -46,6 +47,7 @@ from orbitkv_agent.observe.counters import Counters
 from orbitkv_agent.observe.http import MetricsServer
 from orbitkv_agent.observe.snapshot import Snapshot
 from orbitkv_agent.observe.state import make_snapshot
+from orbitkv_agent.queries.budget import Phase
 from orbitkv_agent.queries.service import QueryService
 from orbitkv_agent.sessions.dispatch import Dispatcher
 from orbitkv_agent.sessions.errors import Refused
@@ -219,10 +221,12 @@ class Agent:
 
     def _cancel(self, session: Session, sequence: int, message: CancelQuery) -> Reply:
         self.queries.cancel(session, message.operations)
+        self._schedule_upkeep()
         return Done()
 
     def _release(self, session: Session, sequence: int, message: Release) -> Reply:
         self.queries.release(session, message.leases)
+        self._schedule_upkeep()
         return Done()
 
     def _start_restore(self, session: Session, sequence: int, message: StartRestore) -> None:
@@ -231,6 +235,7 @@ class Agent:
 
     def _restore_done(self, session: Session, sequence: int, message: RestoreDone) -> Reply:
         self.restores.done(session, message)
+        self._schedule_upkeep()
         return Done()
 
     def _submit_saves(self, session: Session, sequence: int, message: SubmitSaves) -> Reply:
@@ -240,6 +245,7 @@ class Agent:
 
     def _commit_save(self, session: Session, sequence: int, message: CommitSave) -> Reply:
         self.saves.commit(session, message)
+        self._schedule_upkeep()
         return Done()
 
     def _status(self, session: Session, sequence: int, message: GetStatus) -> Reply:
@@ -275,6 +281,7 @@ class Agent:
     # ---------------------------------------------------------------------------------------------- upkeep
 
     def _schedule_upkeep(self, seconds: float = _UPKEEP_S) -> None:
+        """Look after the store soon: something was dropped, or what it could not move may be free now."""
         if self._upkeep_timer is None:
             self._upkeep_timer = self.loop.call_later(seconds, self._upkeep_due)
 
@@ -338,7 +345,7 @@ class Agent:
         queries = self.queries
         return {
             "query_reserved_bytes": queries.budget.reserved,
-            **{f"query_reserved_bytes_{phase}": size for phase, size in queries.budget.by_phase.items()},
+            **{f"query_reserved_bytes_{phase.label}": queries.budget.by_phase[phase] for phase in Phase},
             "queries_outstanding": queries.outstanding,
             "queries_for_place": queries.unadmitted,
             "queries_for_bytes": queries.waiting_for_bytes,
@@ -351,7 +358,7 @@ class Agent:
             "restores": len(self.restores),
             "restores_waiting": self.restores.waiting,
             "restore_inflight_bytes": self.restores.inflight_bytes,
-            "publish_stalled": 0 if not self._copies else self.watchdog.stalled,
+            "publish_stalled": self.watchdog.stalled,
         }
 
 
@@ -373,6 +380,6 @@ def _tune_interpreter() -> None:
 
 def _raise_descriptor_limit() -> None:
     """A session takes four descriptors; the usual soft limit of 1024 is for programs that use select()."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):  # where it may not be raised, fewer sessions find room
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

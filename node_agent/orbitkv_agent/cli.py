@@ -20,7 +20,7 @@ from orbitkv.protocol.messages import ConfigureNamespace
 from orbitkv_agent.admin import AdminConnection, AdminError, NoAgentError, parse_status
 from orbitkv_agent.config import AgentConfig, choices, describe_default
 from orbitkv_agent.config_sources import ConfigError, LoadedConfig, flag_name, load_config
-from orbitkv_agent.logs import set_up_logging
+from orbitkv_agent.logs import set_up_logging, written_by_a_thread
 from orbitkv_agent.observe.snapshot import Snapshot
 from orbitkv_agent.observe.status import render_status
 from orbitkv_agent.quantity import parse_quantity
@@ -180,7 +180,8 @@ def _serve(options: argparse.Namespace) -> int:
         return _fail(FAILED, str(error))
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: agent.request_stop())
-    return OK if agent.run() else FAILED
+    with written_by_a_thread():
+        return OK if agent.run() else FAILED
 
 
 def _config(options: argparse.Namespace) -> int:

@@ -9,8 +9,12 @@ from __future__ import annotations
 
 import json
 import logging
+import queue
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
+from logging.handlers import QueueHandler, QueueListener
 from typing import Any, Final, Literal, TextIO
 
 WITHHELD: Final = frozenset(
@@ -19,6 +23,7 @@ WITHHELD: Final = frozenset(
 """Names of fields whose values are never written; also as the last word of a name, as in `session_token`."""
 _STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 """What every record has; the rest came as `extra`."""
+_MOST_WAITING: Final = 10_000
 
 
 def set_up_logging(level: str, style: Literal["json", "text"], stream: TextIO | None = None) -> None:
@@ -28,6 +33,39 @@ def set_up_logging(level: str, style: Literal["json", "text"], stream: TextIO | 
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
+
+
+@contextmanager
+def written_by_a_thread() -> Iterator[None]:
+    """While it lasts, entries are written by a thread of their own: a reader that stalls cannot stop who logs.
+
+    What comes while 10,000 entries wait is dropped. On leaving, what waits is written.
+    """
+    root = logging.getLogger()
+    handlers = list(root.handlers)
+    waiting: queue.Queue[logging.LogRecord] = queue.Queue(_MOST_WAITING)
+    listener = QueueListener(waiting, *handlers)
+    root.handlers[:] = [_NeverWaiting(waiting)]
+    listener.start()
+    try:
+        yield
+    finally:
+        root.handlers[:] = handlers
+        listener.stop()
+
+
+class _NeverWaiting(QueueHandler):
+    """Hands entries over within the process, as they are."""
+
+    def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
+        """Fix the text now; its arguments may change before it is written."""
+        record.msg, record.args = record.getMessage(), None
+        return record
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        """Queue the entry, or drop it."""
+        with suppress(queue.Full):
+            self.queue.put_nowait(record)
 
 
 def fields_of(record: logging.LogRecord) -> dict[str, Any]:

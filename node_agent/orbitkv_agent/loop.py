@@ -20,6 +20,7 @@ from typing import Generic, TypeVar
 logger = logging.getLogger(__name__)
 
 _LONGEST_WAIT_S = 3600.0
+_EVENTS_A_ROUND = 64
 
 
 class Timer:
@@ -112,7 +113,7 @@ class Loop:
         while timers and timers[0][2].callback is None:
             heapq.heappop(timers)
         wait = max(0.0, min(longest_s, timers[0][0] - self.now())) if timers else longest_s
-        for fd, events in self._epoll.poll(0 if self._mail else wait):
+        for fd, events in self._epoll.poll(0 if self._mail else wait, _EVENTS_A_ROUND):
             handler = self._handlers.get(fd)
             if handler is not None:  # an earlier handler of this round may have forgotten it
                 self._guarded(handler, events)

@@ -87,7 +87,7 @@ class AgentProcess(ManagedProcess):
             return bool(probe(last))
 
         try:
-            wait_until(ask, what, timeout)
+            wait_until(ask, what, timeout, interval=0.05)
         except TimeoutError as error:
             raise TimeoutError(f"{error}. The agent's status: {json.dumps(last)}") from None
         return last

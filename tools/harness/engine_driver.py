@@ -79,7 +79,7 @@ class Driver:
 
     def has_work(self) -> bool:
         """Whether the scheduler has requests, finished ones that wait for a save among them."""
-        return bool(self.engine.has_unfinished_requests() or self.scheduler.has_requests())
+        return bool(self.scheduler.has_requests())
 
     def _step(self) -> None:
         started = time.perf_counter()
@@ -202,7 +202,9 @@ class Driver:
 
     def abort_in_step(self, requests: list[str]) -> None:
         """One step in which the requests' clients go away: after it was scheduled, before its outcome is looked at."""
-        self.core.aborts_queue.put_nowait([self._inside[name] for name in requests])
+        inside = [self._inside[name] for name in requests]
+        self.engine.output_processor.abort_requests(inside, internal=True)
+        self.core.aborts_queue.put_nowait(inside)
         self._step()
 
     def stop_process_after_hit(self, pid: int) -> None:

@@ -43,5 +43,5 @@ class Subscriber:
                 self._hashes[event.medium or "GPU"].update(event.block_hashes)
             elif kind == "BlockRemoved":
                 self._hashes[event.medium or "GPU"].difference_update(event.block_hashes)
-            else:
-                self._hashes.clear()
+            else:  # all cleared: vLLM's block pool says so of its own cache, when that is reset
+                self._hashes["GPU"].clear()

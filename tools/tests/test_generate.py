@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from orbitkv.config import SETTINGS
+from orbitkv.vllm.served import FEATURES
 from orbitkv_agent.config import AgentConfig, NamespaceSettings
 from orbitkv_agent.observe.metrics import METRICS
 from tools.generate import ROOT, SECTIONS, main
@@ -25,6 +26,7 @@ The end.
 def tree(tmp_path: Path) -> Path:
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs/configuration.md").write_text(PAGE)
+    (tmp_path / "docs/vllm.md").write_text("No table here.\n")
     return tmp_path
 
 
@@ -34,9 +36,10 @@ def test_pages_in_the_tree_are_what_the_code_says() -> None:
 
 def test_every_setting_and_metric_is_documented() -> None:
     configuration = (ROOT / "docs/configuration.md").read_text()
-    metrics = (ROOT / "docs/metrics.md").read_text()
+    metrics, vllm = (ROOT / "docs/metrics.md").read_text(), (ROOT / "docs/vllm.md").read_text()
 
-    assert all(f"<!-- generated: {name} -->" in configuration for name in SECTIONS)
+    assert all(f"<!-- generated: {name} -->" in configuration + vllm for name in SECTIONS)
+    assert all(f"| {feature.title} |" in vllm for feature in FEATURES)
     assert all(
         f"| `{name}` |" in configuration for name in (*AgentConfig.model_fields, *NamespaceSettings.model_fields)
     )

@@ -25,6 +25,7 @@ from orbitkv.protocol.messages import Refusal, Reply, Request
 _TIMEVAL = struct.Struct("ll")
 _CREDENTIALS = struct.Struct("iII")
 _RECEIVE_BYTES = 1 << 16
+_NEVER_WAIT = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 _fork_count = 0
 
 
@@ -96,6 +97,24 @@ class Connection:
         """As `call`, for replies that come with descriptors; the caller owns them."""
         return self._exchange(request, timeout_ms, with_descriptors=True)
 
+    def take_late_replies(self) -> None:
+        """Read, without waiting, what came after its caller gave up; it goes to `on_late_reply`.
+
+        Raises:
+            OrbitKVError: UNAVAILABLE, the connection ended.
+        """
+        self.check()
+        try:
+            data = self._socket.recv(_RECEIVE_BYTES, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            raise self._break(f"receiving failed: {error.strerror}") from None
+        if not data:
+            raise self._break("it closed the connection (the agent ended, or refused this client; its log says why)")
+        for _, body in self._frames(data):
+            self._on_late_reply(self._decode(body))
+
     def check(self) -> None:
         """Raise when the connection cannot be used: broken, closed, or inherited through a fork."""
         if self._fork_count != _fork_count:
@@ -131,6 +150,9 @@ class Connection:
                     reply = self._decode(body)
                     if number == sequence:
                         answer = reply
+                    elif number == 0 and isinstance(reply, Refusal):  # of the connection as such, which ends now
+                        self.broken = OrbitKVError(_kind(reply.kind), reply.message)
+                        raise self.broken
                     else:
                         self._on_late_reply(reply)
                 if answer is not None:
@@ -149,7 +171,7 @@ class Connection:
                 outbox += frame
                 frame = outbox
             try:
-                sent = self._socket.send(frame, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL) if frame else 0
+                sent = self._socket.send(frame, _NEVER_WAIT) if frame else 0
             except BlockingIOError:
                 sent = 0
             except OSError as error:

@@ -134,11 +134,8 @@ class Queries:
     def loading(self, request_id: str) -> bool:
         """Whether asking again now would say "loading". Makes no system call."""
         operation = self._operations.get(request_id)
-        return (
-            operation is not None
-            and operation.record is not None
-            and self._session.records.state(operation.record) is RecordState.PENDING
-        )
+        record = operation.record if operation is not None else None
+        return record is not None and self._session.records.pending(record)
 
     def cancel(self, request_id: str) -> None:
         """Withdraw interest; an unknown request is none."""

@@ -68,7 +68,7 @@ class Transfers:
         self._closing = False
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._poll = select.poll()
-        for fd in (self._wake, self._session.hint_fd, self._session.agent_pidfd):
+        for fd in (self._wake, self._session.hint_fd, self._session.agent_pidfd, self._session.connection.fileno()):
             self._poll.register(fd, select.POLLIN)
         self._thread = threading.Thread(target=self._run, name="orbitkv-transfer", daemon=True)
         self._thread.start()
@@ -221,6 +221,10 @@ class Transfers:
         for fd, _ in self._poll.poll():
             if fd == self._session.agent_pidfd:
                 raise OrbitKVError(ErrorKind.UNAVAILABLE, f"the OrbitKV agent at {self._endpoint.path} ended")
+            if fd == self._session.connection.fileno():
+                # Between calls only what nobody waits for any more can come, and the agent holds it until we answer.
+                self._session.connection.take_late_replies()
+                continue
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(fd)
 

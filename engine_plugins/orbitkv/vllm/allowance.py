@@ -26,6 +26,7 @@ class Allowance:
     Attributes:
         now: the step's time (`time.monotonic`), read once a step; 0.0 between steps.
         trips: how often the breaker opened.
+        open: the agent is not asked, because it did not answer in time.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -35,7 +36,7 @@ class Allowance:
         self._spent = 0.0
         self._probe_at = 0.0
         self._probe_after_s = FIRST_PROBE_AFTER_S
-        self._open = False
+        self.open = False
 
     def begin(self) -> None:
         """A step begins."""
@@ -45,11 +46,6 @@ class Allowance:
     def end(self) -> None:
         """The step ended."""
         self.now = 0.0
-
-    @property
-    def open(self) -> bool:
-        """Whether the agent is not asked, because it did not answer in time."""
-        return self._open
 
     @property
     def left_s(self) -> float:
@@ -76,16 +72,16 @@ class Allowance:
 
     def probe_due(self) -> bool:
         """Whether the open breaker's next probe may be made now."""
-        return self._open and self.now >= self._probe_at
+        return self.open and self.now >= self._probe_at
 
     def close(self) -> None:
         """The agent answers again."""
-        self._open = False
+        self.open = False
         self._probe_after_s = FIRST_PROBE_AFTER_S
 
     def _trip(self) -> None:
-        if not self._open:
-            self._open = True
+        if not self.open:
+            self.open = True
             self.trips += 1
         else:
             self._probe_after_s = min(self._probe_after_s * 2, LAST_PROBE_AFTER_S)

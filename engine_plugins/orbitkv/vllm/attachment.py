@@ -67,6 +67,10 @@ class Attachment(Generic[A]):
         self.last_error: OrbitKVError | None = None
         self._name = name
         self._make = make
+        self._taken: A | None = None
+        # Invariant: `published` is what was made last and is not known to be lost, and `_taken` is it if the engine's
+        # thread has it. Both change under this lock only.
+        self._lock = threading.Lock()
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._tried = threading.Event()
         self._stopping = False
@@ -82,13 +86,20 @@ class Attachment(Generic[A]):
         """Wait until the first attempt ended, well or not; return whether it did."""
         return self._tried.wait(timeout_s)
 
+    def take(self) -> A | None:
+        """The engine's thread takes what is published, and gives it back when it no longer uses it."""
+        with self._lock:
+            self._taken = self.published
+            return self.published
+
     def give_back(self, attached: A) -> None:
         """The engine's thread no longer uses it: close it."""
         self._commands.put(lambda: self._close(attached))
 
     def renew(self, attached: A, why: str) -> None:
         """The engine's thread found that it is of no more use: attach again. The caller gives it back as well."""
-        self._commands.put(lambda: self._lose(attached, why))
+        self._lose(attached, why)
+        self._commands.put(lambda: None)
 
     def post(self, work: Callable[[], None]) -> None:
         """Run `work` on the attachment's thread, where waiting for the agent is allowed."""
@@ -144,7 +155,8 @@ class Attachment(Generic[A]):
             self.off = f"attaching failed: {error!r}"
         else:
             self.last_error, self._said, self._retry_s = None, "", FIRST_RETRY_S
-            self.published = made
+            with self._lock:
+                self.published = made
             logger.info("OrbitKV: %s is attached to agent boot %s", self._name, made.boot_id)
         self._tried.set()
 
@@ -157,8 +169,14 @@ class Attachment(Generic[A]):
             self._lose(attached, "the agent ended")
 
     def _lose(self, attached: A, why: str) -> None:
-        if self.published is attached:
-            self.published = None
+        with self._lock:
+            lost = self.published is attached
+            unused = lost and self._taken is not attached
+            if lost:
+                self.published = None
+        if unused:
+            self._close(attached)
+        if lost:
             logger.warning("OrbitKV: %s lost the agent (%s); the engine computes until it is back", self._name, why)
 
     def _close(self, attached: A) -> None:

@@ -84,7 +84,7 @@ class OrbitKVConnector(KVConnectorBase_V1, SupportsHMA):
         transfer = vllm_config.kv_transfer_config
         config = PluginConfig.load(transfer.kv_connector_extra_config, os.environ)
         reasons = off_reasons(vllm_config, kv_cache_config)
-        if reasons:
+        if reasons and guard("vllm-whole-model"):
             for reason in reasons:
                 logger.warning("OrbitKV is off for this engine, which serves on without it. %s", reason)
             return
@@ -209,11 +209,19 @@ class OrbitKVConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is not None:
             self._scheduler.on_new_request(request)
 
-    @contained(lambda: (0, False))
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens beyond the engine's own that can be restored, and whether asynchronously; (None, False): ask again."""
+        # Called for every waiting request in every step: contained in place, which saves a call.
         half = self._scheduler
-        return half.get_num_new_matched_tokens(request, num_computed_tokens) if half is not None else (0, False)
+        if half is None:
+            return 0, False
+        try:
+            return half.get_num_new_matched_tokens(request, num_computed_tokens)
+        except Exception:
+            if not guard("vllm-contained"):
+                raise
+            self.failed("get_num_new_matched_tokens", (request,))
+            return 0, False
 
     @contained(_nothing)
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:

@@ -80,9 +80,10 @@ class Tracked:
         preemptions: the engine's count when the lookup began: another count is another lookup.
         first: block from which on pages were asked for.
         last: block before which they end.
+        first_token: the token of `first`.
         hashes: the hashes asked for.
         ready: the answer while READY.
-        held_since: since when the engine waits for an answer of ours, 0.0 while it does not.
+        held_until: how long the engine may be made to wait for an answer of ours, 0.0 while it does not wait.
         ask_after: not again before.
         saved: blocks below this were handed over to be kept, or were restored.
         restored: [first, end) of the blocks that were restored, not saved again.
@@ -97,9 +98,10 @@ class Tracked:
     preemptions: int = 0
     first: int = -1
     last: int = -1
+    first_token: int = -1
     hashes: BlockHashes | None = None
     ready: QueryReady | None = None
-    held_since: float = 0.0
+    held_until: float = 0.0
     ask_after: float = 0.0
     saved: int = 0
     restored: tuple[int, int] = (0, 0)

@@ -223,11 +223,11 @@ class SchedulerHalf:
         if (
             tracked.phase is Phase.LOADING
             and adopted is not None
-            and tracked.first * self._block_tokens == num_computed_tokens
+            and tracked.first_token == num_computed_tokens
             and tracked.preemptions == request.num_preemptions
-            and allowance.now - tracked.held_since < self._max_wait_s
+            and allowance.now < tracked.held_until
             and not allowance.open
-            and adopted.client.query_loading(tracked.id)
+            and adopted.client.query_loading(request.request_id)
         ):
             return ASK_AGAIN
         return self._look_up(tracked, num_computed_tokens)
@@ -255,15 +255,15 @@ class SchedulerHalf:
         if last <= first or (last - first) * size < self._config.min_load_tokens:
             return self._not_cached(tracked)
         now = self._allowance.now
-        if tracked.held_since == 0.0:
-            tracked.held_since = now
-        elif now - tracked.held_since >= self._max_wait_s and guard("vllm-max-wait"):
+        if not tracked.held_until:
+            tracked.held_until = now + self._config.max_wait_ms / 1000
+        elif now >= tracked.held_until and guard("vllm-max-wait"):
             self.stats.add("query_waits_exceeded")
             self._withdraw(tracked)
             tracked.to(Phase.SETTLED)
             return NOT_CACHED
         if (tracked.first, tracked.last) != (first, last) or tracked.hashes is None:
-            tracked.first, tracked.last = first, last
+            tracked.first, tracked.last, tracked.first_token = first, last, computed
             tracked.hashes = BlockHashes(request.block_hashes[first:last])
         elif tracked.phase is Phase.IDLE and now < tracked.ask_after:
             return self._not_cached(tracked)
@@ -273,11 +273,11 @@ class SchedulerHalf:
 
     def _not_cached(self, tracked: Tracked) -> tuple[int, bool]:
         self._withdraw(tracked)
-        tracked.held_since = 0.0
+        tracked.held_until = 0.0
         return NOT_CACHED
 
     def _ask(self, tracked: Tracked, adopted: SchedulerAttachment, hashes: BlockHashes) -> tuple[int | None, bool]:
-        waited = self._allowance.now - tracked.held_since
+        left_s = tracked.held_until - self._allowance.now
         if tracked.phase is Phase.IDLE:
             self.stats.add("queries")
         try:
@@ -286,7 +286,7 @@ class SchedulerHalf:
                     tracked.id,
                     [hashes],
                     instance=self._instance,
-                    max_wait_ms=int(max(0.0, self._max_wait_s - waited) * 1000),
+                    max_wait_ms=int(max(0.0, left_s) * 1000),
                     wait_for_full_prefix=self._config.wait_for_full_prefix,
                     timeout_ms=timeout_ms,
                 )
@@ -304,7 +304,7 @@ class SchedulerHalf:
                 tracked.to(Phase.READY)  # and back at once, which returns the leases
             return self._not_cached(tracked)
         tracked.to(Phase.READY)
-        tracked.held_since = 0.0  # from here on it waits for the engine's blocks, not for us
+        tracked.held_until = 0.0  # from here on it waits for the engine's blocks, not for us
         tracked.ready = answer
         return pages * self._block_tokens, True
 
@@ -547,17 +547,13 @@ class SchedulerHalf:
 
     # --- internals
 
-    @property
-    def _max_wait_s(self) -> float:
-        return self._config.max_wait_ms / 1000
-
     def _begin_step(self) -> None:
         allowance = self._allowance
         allowance.begin()
-        adopted, published = self._adopted, self._attachment.published
-        if adopted is not published:
-            if adopted is not None:
+        if self._adopted is not self._attachment.published:
+            if self._adopted is not None:
                 self._drop()
+            published = self._attachment.take()
             if published is not None:
                 self._adopt(published)
         adopted = self._adopted
@@ -648,9 +644,9 @@ class SchedulerHalf:
         if tracked.phase is Phase.SETTLED:
             tracked.to(Phase.IDLE)
         tracked.preemptions = tracked.request.num_preemptions
-        tracked.first = tracked.last = -1
+        tracked.first = tracked.last = tracked.first_token = -1
         tracked.hashes = None
-        tracked.held_since = tracked.ask_after = 0.0
+        tracked.held_until = tracked.ask_after = 0.0
         tracked.saved, tracked.restored = 0, (0, 0)
 
     def _withdraw(self, tracked: Tracked) -> None:

@@ -401,10 +401,9 @@ class WorkerHalf:
 
     def _refresh(self) -> None:
         """Take what is attached now. Handles of a client that is over end by themselves."""
-        published = self._attachment.published
-        if self._adopted is not published:
+        if self._adopted is not self._attachment.published:
             self._drop()
-            self._adopted = published
+            self._adopted = self._attachment.take()
         elif self._adopted is not None and self._adopted.client.lost is not None:
             self._attachment.renew(self._adopted, str(self._adopted.client.lost))
             self._drop()

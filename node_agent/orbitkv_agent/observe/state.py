@@ -93,7 +93,7 @@ def _query(agent: Agent) -> QueryPart:
         outstanding=queries.outstanding,
         unadmitted_now=queries.unadmitted,
         budget_bytes=budget.limit,
-        reserved_bytes_by_phase={phase.value: budget.by_phase[phase] for phase in Phase},
+        reserved_bytes_by_phase={phase.label: budget.by_phase[phase] for phase in Phase},
         reserved_peak_bytes=budget.peak,
         instance_reserved_peak_bytes=budget.owner_peak,
         budget_waits=counters.query_budget_waits,

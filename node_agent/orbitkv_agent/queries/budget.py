@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Hashable
-from enum import StrEnum
+from enum import IntEnum
 from typing import Final
 
 from orbitkv_agent.guards import guard
 
 
-class Phase(StrEnum):
+class Phase(IntEnum):
     """What reserved bytes are waiting for."""
 
-    PREPARING = "preparing"
-    READY = "ready"
-    RESTORING = "restoring"
+    PREPARING = 0
+    READY = 1
+    RESTORING = 2
+
+    @property
+    def label(self) -> str:
+        """Its name in the metrics."""
+        return self.name.lower()
 
 
 class Charge:
@@ -54,7 +58,7 @@ class ByteBudget:
 
     Attributes:
         reserved: bytes in all.
-        by_phase: the same, by what they wait for.
+        by_phase: the same, by what they wait for; indexed by `Phase`.
         peak, owner_peak: the most that was ever reserved, in all and by one owner.
     """
 
@@ -62,10 +66,10 @@ class ByteBudget:
         self.limit: Final = limit
         self.owner_limit: Final = min(owner_limit, limit)
         self.reserved = 0
-        self.by_phase: dict[Phase, int] = dict.fromkeys(Phase, 0)
+        self.by_phase = [0] * len(Phase)
         self.peak = 0
         self.owner_peak = 0
-        self._by_owner: Counter[Hashable] = Counter()
+        self._by_owner: dict[Hashable, int] = {}
 
     def oversized(self, size: int) -> bool:
         """Whether `size` bytes never fit, whoever returns what."""
@@ -73,7 +77,7 @@ class ByteBudget:
 
     def owner_is_full(self, owner: Hashable, size: int) -> bool:
         """Whether `size` more bytes exceed the owner's own limit now."""
-        return self._by_owner[owner] + size > self.owner_limit and guard("budget-limit")
+        return self._by_owner.get(owner, 0) + size > self.owner_limit and guard("budget-limit")
 
     def is_full(self, size: int) -> bool:
         """Whether `size` more bytes exceed the limit in all now."""
@@ -83,7 +87,7 @@ class ByteBudget:
         """Reserve bytes that fit, in phase PREPARING. The caller has asked `is_full` and `owner_is_full`."""
         self.reserved += size
         self.by_phase[Phase.PREPARING] += size
-        mine = self._by_owner[owner] = self._by_owner[owner] + size
+        mine = self._by_owner[owner] = self._by_owner.get(owner, 0) + size
         if guard("budget-limit"):
             assert self.reserved <= self.limit, "the query budget is exceeded"
             assert mine <= self.owner_limit, "the query budget of an instance is exceeded"

@@ -34,16 +34,24 @@ class PinnedPages:
         count: pages of one shard, all groups together.
     """
 
-    __slots__ = ("_cache", "_entries", "_holders", "count", "pages")
+    __slots__ = ("_cache", "_entries", "_holders", "_used", "count", "pages")
 
     def __init__(self, cache: PageCache, pages: list[LeasedPages], entries: list[Entries], holders: int) -> None:
         self.pages = pages
-        self.count = sum(each.count for each in pages)
+        self.count = sum([each.count for each in pages])
         self._cache = cache
         self._entries = entries
         self._holders = holders
+        self._used = False
         for each in entries:
             cache.pin(each)
+
+    def use(self) -> None:
+        """A request takes them: they become recent and worth keeping, once for all shards."""
+        if not self._used:
+            self._used = True
+            for entries in self._entries:
+                self._cache.demand_hit(entries)
 
     def places(self, shard: int) -> list[PagePlaces]:
         """Where the pages of one shard lie, by group."""

@@ -10,7 +10,7 @@ retired    it holds nothing
 
 from __future__ import annotations
 
-from enum import StrEnum
+from enum import IntEnum
 from typing import TYPE_CHECKING, Final
 
 from orbitkv.protocol.messages import GroupHashes, Nothing, Ready, RecordRef
@@ -22,25 +22,25 @@ if TYPE_CHECKING:
     from orbitkv_agent.sessions.session import Session
 
 
-class State(StrEnum):
+class State(IntEnum):
     """See the module."""
 
-    NONE = "none"
-    PREPARING = "preparing"
-    READY = "ready"
-    RESTORING = "restoring"
-    DRAINED = "drained"
-    RETIRED = "retired"
+    NONE = 0
+    PREPARING = 1
+    READY = 2
+    RESTORING = 3
+    DRAINED = 4
+    RETIRED = 5
 
 
-_NEXT: Final[dict[State, frozenset[State]]] = {
-    State.NONE: frozenset({State.PREPARING, State.RETIRED}),
-    State.PREPARING: frozenset({State.READY, State.RETIRED}),
-    State.READY: frozenset({State.RESTORING, State.RETIRED}),
-    State.RESTORING: frozenset({State.DRAINED}),
-    State.DRAINED: frozenset({State.RETIRED}),
-    State.RETIRED: frozenset(),
-}
+_NEXT: Final[tuple[tuple[State, ...], ...]] = (
+    (State.PREPARING, State.RETIRED),  # after NONE
+    (State.READY, State.RETIRED),  # PREPARING
+    (State.RESTORING, State.RETIRED),  # READY
+    (State.DRAINED,),  # RESTORING
+    (State.RETIRED,),  # DRAINED
+    (),  # RETIRED
+)
 
 
 class QueryOperation:
@@ -104,5 +104,5 @@ class QueryOperation:
     def to(self, state: State) -> None:
         """Move on. A step that is not in the table is a defect and raises AssertionError."""
         if state not in _NEXT[self.state]:
-            raise AssertionError(f"query {self.number}: {self.state} is not followed by {state}")
+            raise AssertionError(f"query {self.number}: {self.state.name} is not followed by {state.name}")
         self.state = state

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 MAX_HASH_BYTES: Final = 32
 """Longest engine hash."""
+MAX_WAIT_MS: Final = 30_000
+"""Longest time for which an answer stays "loading", whatever the client allows."""
 MAX_OPERATIONS: Final = 4000
 """Operations of one session, waiting ones included; beyond it a query is refused."""
 MAX_HELD_HASHES: Final = 64 << 20
@@ -47,7 +49,7 @@ class _Outcome(Enum):
     FULL = "full"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Found:
     """What of an operation's pages is there, as far as all groups reach together.
 
@@ -137,18 +139,16 @@ class QueryService:
         self._held_hashes[session] = self._held_hashes.get(session, 0) + held
         session.operations[operation.number] = operation
         instance.operations[operation] = None
-        if self._places.full or self._places.lane_is_full(session) or self._for_place.waits_in(session):
-            self._counters.query_unadmitted += 1
-            self._for_place.append(session, operation)
-        else:
-            self._admit(operation)
-            if self._for_bytes:
-                self._pump()  # it waits behind others, and is tried after them
-        if operation.answer is None:
+        self._enter(operation)
+        answer = operation.answer
+        if isinstance(answer, Ready):
+            return answer
+        if answer is None:
             if message.max_wait_ms <= 0:
                 self._settle(operation, Nothing("budget"))
             else:
-                operation.timer = self._loop.call_later(message.max_wait_ms / 1000, lambda: self._give_up(operation))
+                wait = min(message.max_wait_ms, MAX_WAIT_MS) / 1000
+                operation.timer = self._loop.call_later(wait, lambda: self._give_up(operation))
         return self._answer(operation)
 
     def poll(self, session: Session, message: PollQuery) -> Ready | Loading | Nothing:
@@ -184,6 +184,8 @@ class QueryService:
         for lease in leases:
             if lease.live:  # the same number may be named twice
                 self._end_unused(lease)
+                if not lease.operation.leases:
+                    self._forget(lease.operation)
 
     # -------------------------------------------------------------------------------------------- restores
 
@@ -191,6 +193,8 @@ class QueryService:
         """Bind a live lease to a restore; its operation no longer counts as outstanding."""
         operation = lease.operation
         self.leases.consume(lease)
+        if operation.proving is None:  # a proof is no demand
+            lease.pages.use()
         if guard("budget-drain"):
             lease.charge.move(Phase.RESTORING)
         else:
@@ -240,17 +244,10 @@ class QueryService:
     # ------------------------------------------------------------------------------------------- internals
 
     def _check(self, session: Session, message: Query, instance: Instance, proving: Registration | None) -> int:
-        tokens = instance.group_pages if proving is None else proving.group_pages
+        groups = instance.group_pages if proving is None else proving.group_pages
         asked = [each.group for each in message.hashes]
-        if len(set(asked)) != len(asked):
-            raise invalid(f"hashes name a group twice: {asked}")
-        unknown = [group for group in asked if group not in tokens]
-        if unknown or not asked:
-            raise invalid(f"hashes name groups {asked}; instance {instance} has {sorted(tokens)}")
-        if len(asked) != len(tokens) and proving is None and guard("all-groups"):
-            raise invalid(
-                f"hashes name groups {sorted(asked)}; a hit needs every group of instance {instance}: {sorted(tokens)}"
-            )
+        if asked != list(groups):
+            self._check_groups(instance, sorted(asked), sorted(groups), whole=proving is None)
         held = 0
         for part in message.hashes:
             check_hashes(part)
@@ -264,6 +261,15 @@ class QueryService:
                 ErrorKind.BUSY, f"this session has {len(session.operations)} queries; let some of them end first"
             )
         return held
+
+    @staticmethod
+    def _check_groups(instance: Instance, asked: list[int], groups: list[int], *, whole: bool) -> None:
+        if len(set(asked)) != len(asked):
+            raise invalid(f"hashes name a group twice: {asked}")
+        if not asked or not set(asked) <= set(groups):
+            raise invalid(f"hashes name groups {asked}; instance {instance} has {groups}")
+        if asked != groups and whole and guard("all-groups"):
+            raise invalid(f"hashes name groups {asked}; a hit needs every group of instance {instance}: {groups}")
 
     def _answer(self, operation: QueryOperation) -> Ready | Loading | Nothing:
         answer = operation.answer
@@ -282,6 +288,17 @@ class QueryService:
         self._forget(operation)
         return answer
 
+    def _enter(self, operation: QueryOperation) -> None:
+        """Let a new operation in, or have it wait."""
+        session = operation.session
+        if self._places.full or self._places.lane_is_full(session) or self._for_place.waits_in(session):
+            self._counters.query_unadmitted += 1
+            self._for_place.append(session, operation)
+        else:
+            self._admit(operation)
+            if self._for_bytes:
+                self._pump()  # it waits behind others, and is tried after them
+
     def _admit(self, operation: QueryOperation) -> None:
         self._places.take(operation.session)
         operation.admitted = True
@@ -293,10 +310,9 @@ class QueryService:
         """Try to answer: look up, reserve, pin, lease."""
         instance, proving, budget = operation.instance, operation.proving, self.budget
         if operation.bytes_hint:
-            if budget.owner_is_full(instance, operation.bytes_hint):
-                return _Outcome.OWNER_FULL
-            if budget.is_full(operation.bytes_hint):
-                return _Outcome.FULL
+            blocked = self._blocked(instance, operation.bytes_hint)
+            if blocked is not None:
+                return blocked
         if not instance.serving if proving is None else proving.retired:
             return self._settle(operation, Nothing("not-serving"))
         found = self._find(operation)
@@ -307,12 +323,17 @@ class QueryService:
         if budget.oversized(size):
             self._counters.query_oversized += 1
             return self._settle(operation, Nothing("oversized"))
-        if budget.owner_is_full(instance, size):
-            return _Outcome.OWNER_FULL
-        if budget.is_full(size):
-            return _Outcome.FULL
+        blocked = self._blocked(instance, size)
+        if blocked is not None:
+            return blocked
         self._count(operation, found)
         return self._settle(operation, self._promise(operation, found, size))
+
+    def _blocked(self, instance: Instance, size: int) -> _Outcome | None:
+        """Why these bytes cannot be reserved now."""
+        if self.budget.is_full(size):
+            return _Outcome.FULL
+        return _Outcome.OWNER_FULL if self.budget.owner_is_full(instance, size) else None
 
     def _find(self, operation: QueryOperation) -> _Found:
         """Look up how far all groups reach together. Holds nothing."""
@@ -323,22 +344,24 @@ class QueryService:
         else:
             groups, space = proving.group_pages, self._spaces.of_proof(proving, hash_bytes)
         run = self._cache.lookup(space, {part.group: part.blob for part in hashes}, counted=False)
+        asked = sum([len(part.blob) for part in hashes]) // hash_bytes
+        first = hashes[0].group
         step, longest = common_boundary([(groups[part.group].block_tokens, run.pages(part.group)) for part in hashes])
-        asked = sum(len(part.blob) // hash_bytes for part in hashes)
         if not longest:
             return _Found([], [], [], [], asked)
-        pages = [LeasedPages(part.group, 0, longest // groups[part.group].block_tokens) for part in hashes]
-        first = groups[pages[0].group]
-        return _Found(
-            pages,
-            [run.entries[leased.group][: leased.count] for leased in pages],
-            [
-                sum(leased.count * groups[leased.group].shard_bytes[shard] for leased in pages)
-                for shard in range(len(first.shard_bytes))
-            ],
-            [(step // first.block_tokens, longest // first.block_tokens, step // first.block_tokens)],
-            asked,
-        )
+        pages: list[LeasedPages] = []
+        entries: list[Entries] = []
+        shard_bytes = [0] * len(groups[first].shard_bytes)
+        for part in hashes:
+            group = groups[part.group]
+            count = longest // group.block_tokens
+            pages.append(LeasedPages(part.group, 0, count))
+            entries.append(run.entries[part.group][:count])
+            for shard, size in enumerate(group.shard_bytes):
+                shard_bytes[shard] += count * size
+        tokens = groups[first].block_tokens
+        boundary = (step // tokens, longest // tokens, step // tokens)
+        return _Found(pages, entries, shard_bytes, [boundary], asked)
 
     def _promise(self, operation: QueryOperation, found: _Found, size: int) -> Ready:
         """Reserve bytes that fit, pin, and lease to each shard."""
@@ -348,10 +371,7 @@ class QueryService:
         pinned = PinnedPages(self._cache, found.pages, found.entries, len(charges))
         operation.to(State.READY)
         shards = range(len(charges))
-        if operation.proving is None:
-            for entries in found.entries:
-                self._cache.demand_hit(entries)
-        else:
+        if operation.proving is not None:
             shards = range(operation.proving.shard, operation.proving.shard + 1)
         leases = []
         for shard, charge in zip(shards, charges, strict=True):
@@ -361,7 +381,7 @@ class QueryService:
 
     def _count(self, operation: QueryOperation, found: _Found) -> None:
         if operation.proving is None:  # a proof is no demand
-            hits = sum(leased.count for leased in found.pages)
+            hits = sum([leased.count for leased in found.pages])
             self._counters.cache_block_hits += hits
             self._counters.cache_block_misses += found.asked - hits
 

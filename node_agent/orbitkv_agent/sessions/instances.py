@@ -87,6 +87,7 @@ class Instance:
         group_pages: page sizes by group, while all are there.
         spaces: open key spaces by hash length; emptied whenever something that they depend on changes.
         off: why it never hits, or "".
+        serving: whether it may hit; kept by `changed`.
         operations: its query operations that are not retired.
         saves: its accepted saves that have not ended.
     """
@@ -102,6 +103,7 @@ class Instance:
         self.group_pages: dict[int, GroupPages] = {}
         self.spaces: dict[int, KeySpace] = {}
         self.off = ""
+        self.serving = False
         self.operations: dict[QueryOperation, None] = {}
         self.saves = 0
         self._proven: set[tuple[int, int, bytes]] = set()
@@ -118,16 +120,6 @@ class Instance:
     def sealed(self) -> bool:
         """Whether all declared workers are there."""
         return self.identity is not None
-
-    @property
-    def serving(self) -> bool:
-        """Whether it may hit."""
-        return (
-            self.identity is not None
-            and self.scheduler is not None
-            and not self.off
-            and all(each.proven for each in self.registrations.values())
-        )
 
     @property
     def tracked(self) -> bool:
@@ -168,7 +160,13 @@ class Instance:
         return list(found)
 
     def changed(self) -> None:
-        """Tell its sessions that `state` may have another answer."""
+        """Find out anew whether it serves, and tell its sessions that `state` may have another answer."""
+        self.serving = (
+            self.identity is not None
+            and self.scheduler is not None
+            and not self.off
+            and all(each.proven for each in self.registrations.values())
+        )
         for session in self.sessions():
             session.notify(Header.INSTANCE)
 

@@ -149,11 +149,21 @@ class Membership:
     def reset(self, session: Session, message: ResetInstance) -> ResetDone:
         """Move an idle instance to a new key generation."""
         instance = self._instances.get(session, message.instance)
+        if instance.scheduler is not session:
+            raise invalid(
+                f"instance {instance} is attached by another session, or by none; only its scheduler resets it"
+            )
         if instance.tracked:
             raise Refused(
                 ErrorKind.BUSY, f"instance {instance} has queries, restores or saves; reset it when they have ended"
             )
+        own = [] if not instance.key_generation else list(instance.spaces.values())
         generation = instance.next_key_generation()
+        # What was stored under a generation of its own is found by nobody any more, unless another engine continues it.
+        shared = {space for each in self._instances for space in each.spaces.values()}
+        for space in own:
+            if space not in shared and not space.closed:
+                self._cache.drop_key_space(space)
         logger.info("instance %s moved to key generation %s", instance, generation)
         return ResetDone(generation)
 
@@ -171,15 +181,20 @@ class Membership:
         return registration
 
     def query_parties(self, session: Session, message: Query) -> tuple[Instance | None, Registration | None]:
-        """The instance that a query is about and, for a proof, the registration of the process that asks."""
+        """The instance that a query is about and, for a proof, the registration of the process that asks.
+
+        There is no instance for a session that is not its scheduler.
+
+        Raises:
+            Refused: INVALID, a proof is asked for by a process that has no worker in the instance.
+        """
         instance = self._instances.find(session, message.instance)
-        if not message.proof or instance is None:
-            return instance, None
-        own = [each for each in instance.registrations.values() if each.session.peer.pid == session.peer.pid]
-        candidates = own or list(instance.registrations.values())
-        if not candidates:
-            raise invalid(f"proof: no worker of instance {instance} has registered")
-        return instance, candidates[0]
+        if instance is None or not message.proof:
+            return (instance if instance is not None and instance.scheduler is session else None), None
+        for registration in instance.registrations.values():
+            if registration.session.peer.pid == session.peer.pid:
+                return instance, registration
+        raise invalid(f"proof: no worker of instance {instance} was registered by this process")
 
     # ---------------------------------------------------------------------------------------------- ending
 
@@ -204,6 +219,6 @@ class Membership:
         registration.when_drained(lambda: self._spaces.drop_proofs(registration))
 
     def _lost(self, instance: Instance) -> None:
-        self._queries.revoke(instance)
         instance.changed()
+        self._queries.revoke(instance)
         self._instances.drop_if_unused(instance)

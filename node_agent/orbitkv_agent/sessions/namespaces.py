@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from typing import Final, Literal
 
 from pydantic import ValidationError
 
@@ -14,6 +15,10 @@ from orbitkv_agent.sessions.errors import Refused, invalid, unsupported
 from orbitkv_agent.store.cache import PageCache
 from orbitkv_agent.store.namespaces import RetentionClass
 
+_INSERT_CLASSES: Final[dict[str, Literal["probationary", "retained"]]] = {
+    "probationary": "probationary",
+    "retained": "retained",
+}
 logger = logging.getLogger(__name__)
 
 
@@ -57,32 +62,39 @@ class Namespaces:
                 raise unsupported(f"{field} is {getattr(message, field)!r}: it is not there yet in this release")
         name = message.cache_namespace
         known = self._settings.get(name)
-        if known is not None and message.reset_generation < known.reset_generation:
-            raise invalid(
-                f"reset_generation is {message.reset_generation}; cache namespace {name!r} is at "
-                f"{known.reset_generation}, and it only rises"
-            )
+        self._check(message, known.reset_generation if known is not None else 0)
         try:
-            settings = NamespaceSettings.model_validate(
-                {
-                    "quota": message.quota_bytes,
-                    "guaranteed": message.guaranteed_bytes,
-                    "insert_class": message.insert_class,
-                    "reset_generation": message.reset_generation,
-                    "options": known.options if known is not None else {},
-                }
+            settings = NamespaceSettings(
+                quota=message.quota_bytes,
+                guaranteed=message.guaranteed_bytes,
+                insert_class=_INSERT_CLASSES[message.insert_class],
+                reset_generation=message.reset_generation,
+                options=known.options if known is not None else {},
             )
             AgentConfig.model_validate(
                 {"pool": self._pool_bytes, "cache_namespaces": {**self._settings, name: settings}}
             )
         except ValidationError as error:
-            rules = "; ".join(detail["msg"].removeprefix("Value error, ") for detail in error.errors())
-            raise invalid(f"cache namespace {name!r}: {rules}") from None
+            words = "; ".join(each["msg"] for each in error.errors(include_url=False, include_input=False))
+            raise invalid(f"cache namespace {name!r}: {words}") from None
         self._settings[name] = settings
         self._apply(name, settings)
         reset = settings.reset_generation > (known.reset_generation if known is not None else 0)
         logger.info("cache namespace %r configured%s", name, ", all its pages dropped" if reset else "")
         return reset
+
+    def _check(self, message: ConfigureNamespace, generation: int) -> None:
+        for field in ("quota_bytes", "guaranteed_bytes"):
+            value = getattr(message, field)
+            if value is not None and value < 0:
+                raise invalid(f"{field} is {value}; it must not be negative")
+        if message.insert_class not in _INSERT_CLASSES:
+            raise invalid(f"insert_class is {message.insert_class!r}; it must be one of {list(_INSERT_CLASSES)}")
+        if message.reset_generation < generation:
+            raise invalid(
+                f"reset_generation is {message.reset_generation}; cache namespace {message.cache_namespace!r} is at "
+                f"{generation}, and it only rises"
+            )
 
     def _apply(self, name: str, settings: NamespaceSettings) -> None:
         self._cache.configure_namespace(

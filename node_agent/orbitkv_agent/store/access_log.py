@@ -8,8 +8,8 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-Entries = npt.NDArray[np.int32]
-"""Indices of entries (see `index.EntryTable`)."""
+Entries = npt.NDArray[np.int64]
+"""Indices of entries (see `index.EntryTable`). The machine's own index type: numpy converts any other at each use."""
 
 BLOCK_MENTIONS = 4096
 _SLACK_MENTIONS = 2 * BLOCK_MENTIONS
@@ -95,7 +95,7 @@ class AccessLog:
             if block is None:
                 break
             end = min(block.end, block.start + max(256, 2 * limit))
-            entries = block.entries[block.start : end]
+            entries = block.entries[block.start : end].astype(np.int64)
             valid = np.flatnonzero(self._last_ticks[entries] == block.ticks[block.start : end])
             candidates = entries[valid]
             allowed = eligible(candidates)
@@ -112,10 +112,10 @@ class AccessLog:
             self._mentions -= consumed
             scanned += consumed
             if count:
-                taken.append(victims.copy())
+                taken.append(victims)
                 total += int(sums[count - 1])
                 limit -= count
-        return np.concatenate(taken) if taken else np.zeros(0, np.int32)
+        return np.concatenate(taken) if taken else np.zeros(0, np.int64)
 
     def _head(self) -> _Block | None:
         """The oldest block that still has mentions; empty ones before it are dropped."""
@@ -139,7 +139,7 @@ class AccessLog:
         if not self._blocks:
             self._blocks.append(_Block())
         looked_at = block.end - block.start
-        entries = block.entries[block.start : block.end]
+        entries = block.entries[block.start : block.end].astype(np.int64)
         ticks = block.ticks[block.start : block.end]
         valid = self._last_ticks[entries] == ticks
         entries, ticks = entries[valid], ticks[valid]

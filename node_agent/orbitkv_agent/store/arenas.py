@@ -46,7 +46,8 @@ class Arena:
     """One memfd of `size` bytes that belongs to one cache namespace for its whole life.
 
     It is sealed against shrinking and growing, so whoever maps it cannot be made to fault by whoever holds it. It takes
-    pages once it is `ready` and not `draining`. `owners[unit]` is the entry whose page starts at that unit, 0 for none.
+    pages once it is `ready` and not `draining`, and is `fresh` until it had one. `owners[unit]` is the entry whose page
+    starts at that unit, 0 for none.
     """
 
     def __init__(self, arena_id: int, namespace: str, size: int) -> None:
@@ -57,6 +58,7 @@ class Arena:
         self.owners: npt.NDArray[np.int32] = lazy_zeros(self.allocator.capacity, np.int32)
         self.ready = False
         self.draining = False
+        self.fresh = True
         self.fd = os.memfd_create(f"orbitkv-arena-{arena_id}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self.fd, size)
@@ -213,10 +215,13 @@ class ArenaPool:
             self._worker.submit(lambda: self._discard(arena))
 
     def drop_empty(self, *, but_of: str | None) -> None:
-        """Drop arenas without pages, except those of one namespace, until another arena could be made."""
+        """Drop arenas without pages, except those of one namespace, until another arena could be made.
+
+        Fresh ones stay: whoever asked for them is about to use them.
+        """
         if self.room_bytes or self.discarding or self._not_before > time.monotonic():
             return
-        for arena in [a for a in self if a.ready and a.namespace != but_of and a.allocator.used == 0]:
+        for arena in [a for a in self if not a.fresh and a.namespace != but_of and a.allocator.used == 0]:
             self.drop(arena)
             if self.committed_bytes - arena.size + self.arena_bytes <= self.capacity_bytes:
                 return

@@ -8,17 +8,20 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from orbitkv_agent.guards import guard
 from orbitkv_agent.store.access_log import Entries
 from orbitkv_agent.store.arenas import Arena, ArenaPool
 from orbitkv_agent.store.extents import UNIT_BYTES
-from orbitkv_agent.store.hash_table import KEY_BYTES, KEY_WORDS, MAX_ENTRIES, Indices
+from orbitkv_agent.store.hash_table import KEY_BYTES, KEY_WORDS, MAX_ENTRIES
 from orbitkv_agent.store.index import MAX_SHARDS, Group, KeySpace, arena_ids_of, place_of, units_of
+from orbitkv_agent.store.memory import distinct
 from orbitkv_agent.store.namespaces import NONE, RETAINED, Namespace, RetentionClass
 from orbitkv_agent.store.reclaim import Reclaimer
 from orbitkv_agent.store.residency import Residency
 from orbitkv_agent.store.statistics import StoreStats, collect_stats, verify_invariants
 
 _PAUSE_SECONDS = 0.0015
+_ONE = np.int32(1)  # of the column's type: numpy takes another, five times slower way for a Python number
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +96,7 @@ class Reservation:
 class PageCache:
     """Pages in DRAM and their keys, for one owner thread: there is no lock, and only `arenas` has a thread beside it.
 
-    Hashes are passed as one blob, one after another. Entries are named by int32 indices, which are valid in the same
+    Hashes are passed as one blob, one after another. Entries are named by int64 indices, which are valid in the same
     turn of the owner's thread, while pinned, or while `is_current` says so. No call takes longer than about 2 ms at
     millions of entries; what takes longer is carried on by `reclaim_step`.
 
@@ -149,6 +152,8 @@ class PageCache:
         """Drop all key spaces of a namespace and forget its limits. Memory returns as leases and saves on it end."""
         for key_space in self._key_spaces_of(name):
             self.drop_key_space(key_space)
+        for arena in self.arenas.of(name):
+            arena.fresh = False
         self.configure_namespace(name, reset_generation=self._namespace(name).reset_generation)
 
     def open_key_space(
@@ -215,20 +220,22 @@ class PageCache:
         """Keep complete entries, of one namespace, until `unpin`. Raises ValueError if one is not complete."""
         if not self._entries.visible[entries].all():
             raise ValueError("Only complete entries can be pinned.")
-        np.add.at(self._entries.pins, entries, 1)
+        np.add.at(self._entries.pins, entries, _ONE)
 
     def unpin(self, entries: Entries) -> None:
         """Undo one `pin` of each of these entries. Raises ValueError, and changes nothing, if one has no pin left."""
         pins = self._entries.pins
-        np.subtract.at(pins, entries, 1)
+        np.subtract.at(pins, entries, _ONE)
         left = pins[entries]
         if (left < 0).any():
-            np.add.at(pins, entries, 1)
+            np.add.at(pins, entries, _ONE)
             raise ValueError("An entry was unpinned more often than pinned.")
-        free = left == 0
-        free &= (self._entries.last_tick[entries] == 0) | self._index.closed[self._entries.owner[entries]]
+        free = self._entries.last_tick[entries] == 0
+        if self._index.closing:
+            free |= self._index.closed[self._entries.owner[entries]]
+        free &= left == 0
         if free.any():
-            self._residency.settle(np.unique(entries[free]))
+            self._residency.settle(distinct(entries[free]))
 
     def demand_hit(self, entries: Entries) -> None:
         """A request uses these complete entries, of one namespace, in prefix order: they become retained and recent."""
@@ -236,7 +243,7 @@ class PageCache:
             return
         namespace = self._residency.namespace_of(entries)
         # The start of a prefix serves more requests than its end, so the end is to go first.
-        latest = entries[::-1]
+        latest = entries[::-1].copy()
         ticks = self._entries.touch(latest)
         if not (self._entries.retention[latest] == RETAINED).all():
             once = latest[self._entries.last_tick[latest] == ticks]
@@ -310,7 +317,7 @@ class PageCache:
             known,
             shard,
             wanted[:granted].astype(np.uint32),
-            entries.astype(np.int32),
+            entries,
             places,
             present=len(kept),
             in_flight=len(found) - len(kept) - len(wanted),
@@ -340,7 +347,7 @@ class PageCache:
             self._residency.settle(entries)
             return
         self._residency.mention(namespace, entries[::-1])
-        complete = entries[table.committed[entries] == group.key_space.shards]
+        complete = entries[table.committed[entries] == group.key_space.shards] if guard("all-shards") else entries
         table.visible[complete] = group.owner
         namespace.counters.insertions += len(complete)
         if len(complete) and self.on_inserted:
@@ -366,10 +373,10 @@ class PageCache:
         group: Group,
         shard: int,
         keys: npt.NDArray[np.uint64],
-        existing: Indices,
+        existing: Entries,
         places: npt.NDArray[np.int64],
         units: int,
-    ) -> Indices:
+    ) -> Entries:
         """Write reserved places into the table, making the entries that are missing."""
         entries = existing.copy()
         missing = existing == 0
@@ -399,7 +406,7 @@ class PageCache:
 
     def stats(self) -> StoreStats:
         """Gauges and counters of the store (see `StoreStats`)."""
-        return collect_stats(self._residency, self._namespaces.values(), self._key_spaces.values())
+        return collect_stats(self._residency, self._namespaces.values())
 
     def check_invariants(self) -> None:
         """Raise AssertionError if the parts of the store contradict each other. Slow: for tests."""
@@ -464,7 +471,7 @@ def _close_pages(reservation: Reservation, indices: npt.NDArray[np.int64] | None
         chosen = np.flatnonzero(reservation.open)
     else:
         chosen = np.asarray(indices, np.int64)
-        if not reservation.open[chosen].all() or len(np.unique(chosen)) < len(chosen):
+        if not reservation.open[chosen].all() or len(distinct(chosen)) < len(chosen):
             raise ValueError("A page of this reservation was committed or aborted before.")
     reservation.open[chosen] = False
     return chosen

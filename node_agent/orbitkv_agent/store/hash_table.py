@@ -92,10 +92,10 @@ class HashTable:
         slots ^= (tags << _INDEX_BITS)[:, None]
         found: Indices = slots.min(axis=1)
         found[found > _INDEX_MASK] = 0
-        right = (self._keys.take(found, axis=0) == keys).all(axis=1)
-        right &= self._owners.take(found) == owner
-        if not right.all():
-            wrong = np.flatnonzero(~right)
+        other_key = self._keys.take(found, axis=0) != keys
+        other_owner = self._owners.take(found) != owner
+        if other_key.any() or other_owner.any():
+            wrong = np.flatnonzero(other_key.any(axis=1) | other_owner)
             # Absent, unless hidden by a smaller index under the same tag or beyond the slots of its bucket.
             doubtful = wrong[(found[wrong] != 0) | self._spilled[buckets[wrong]]]
             found[wrong] = 0

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from orbitkv_agent.store.access_log import Entries
-from orbitkv_agent.store.hash_table import KEY_BYTES, KEY_WORDS, HashTable, Indices, Keys
+from orbitkv_agent.store.hash_table import KEY_BYTES, KEY_WORDS, HashTable, Keys
 from orbitkv_agent.store.memory import lazy_zeros
 from orbitkv_agent.store.namespaces import Namespace
 
@@ -71,7 +71,7 @@ class EntryTable:
             column = self._places[shard] = lazy_zeros(self.capacity + 1, np.int64)
         return column
 
-    def take_rows(self, count: int) -> Indices:
+    def take_rows(self, count: int) -> Entries:
         """Take `count` free rows, in long ascending runs where possible: these make look-ups of prefixes fast."""
         reused = min(count, self._free_count)
         self._free_count -= reused
@@ -82,7 +82,7 @@ class EntryTable:
         self._fresh += count - reused
         return rows
 
-    def free_rows(self, rows: Indices) -> None:
+    def free_rows(self, rows: Entries) -> None:
         """Clear rows and make them available; handles to them are stale from now on."""
         self.owner[rows] = 0
         self.visible[rows] = 0
@@ -95,7 +95,7 @@ class EntryTable:
         self._free[self._free_count : self._free_count + len(rows)] = rows
         self._free_count += len(rows)
 
-    def touch(self, entries: Entries | Indices) -> npt.NDArray[np.int64]:
+    def touch(self, entries: Entries) -> npt.NDArray[np.int64]:
         """Give entries new ticks, ascending in their order, and return these. The last mention of an entry holds."""
         ticks = np.arange(self._next_tick, self._next_tick + len(entries), dtype=np.int64)
         self._next_tick += len(entries)
@@ -166,10 +166,10 @@ class KeySpace:
         """Entries of the longest leading run of complete pages, shape (run,), for the hashes in `blob`."""
         known = self.groups.get(group)
         if known is None or self.closed:
-            return np.zeros(0, np.int32)
+            return np.zeros(0, np.int64)
         return self._index.lookup_run(known, self.padded(blob))
 
-    def hashes(self, entries: Entries | Indices) -> list[bytes]:
+    def hashes(self, entries: Entries) -> list[bytes]:
         """Engine hashes of entries of this key space."""
         blob = self._index.entries.keys[entries].tobytes()
         return [blob[start : start + self.hash_bytes] for start in range(0, len(blob), KEY_BYTES)]
@@ -185,6 +185,8 @@ class Index:
         self._free_owners: list[int] = []
         self.closed: npt.NDArray[np.bool_] = np.zeros(MAX_GROUPS, np.bool_)
         """By owner: whether its key space was dropped."""
+        self.closing = 0
+        """Dropped groups that still have entries."""
 
     @property
     def count(self) -> int:
@@ -218,6 +220,7 @@ class Index:
         left = False
         for group in key_space.groups.values():
             self.closed[group.owner] = True
+            self.closing += 1
             left |= group.entries > 0
             self._forget_if_done(group)
         return left
@@ -233,12 +236,12 @@ class Index:
         runs: list[tuple[int, int]] = []
         position = 0
         while position < count:
-            if 8 * (len(runs) - 4) > position:
+            if 8 * (len(runs) - 2) > position:
                 keys = np.frombuffer(blob, np.uint64, offset=position * KEY_BYTES).reshape(-1, KEY_WORDS)
                 found = self._table.find(keys, owner)
                 hit = visible[found] == owner
                 tail = found if hit.all() else found[: int(hit.argmin())]
-                return np.concatenate([*(_arange(*run) for run in runs), tail.astype(np.int32)])
+                return np.concatenate([*(_arange(*run) for run in runs), tail])
             first = self._table.find_one(blob, position * KEY_BYTES, owner)
             if visible[first] != owner:
                 break
@@ -247,14 +250,14 @@ class Index:
             position += length
         if len(runs) == 1:
             return _arange(*runs[0])
-        return np.concatenate([_arange(*run) for run in runs]) if runs else np.zeros(0, np.int32)
+        return np.concatenate([_arange(*run) for run in runs]) if runs else np.zeros(0, np.int64)
 
-    def find(self, group: Group, blob: bytes) -> Indices:
+    def find(self, group: Group, blob: bytes) -> Entries:
         """Entries of padded hashes, whatever their state, shape (n,); 0 where there is none."""
         return self._table.find(np.frombuffer(blob, np.uint64).reshape(-1, KEY_WORDS), group.owner)
 
-    def add(self, group: Group, keys: Keys) -> Indices:
-        """New entries for distinct keys that have none. Each gets a page, so there are rows as long as there are pages."""
+    def add(self, group: Group, keys: Keys) -> Entries:
+        """New entries for distinct keys that have none. Each gets a page: the rows last as long as the pages do."""
         rows = self.entries.take_rows(len(keys))
         self.entries.keys[rows] = keys
         self.entries.owner[rows] = group.owner
@@ -262,7 +265,7 @@ class Index:
         group.entries += len(rows)
         return rows
 
-    def remove(self, group: Group, entries: Indices) -> None:
+    def remove(self, group: Group, entries: Entries) -> None:
         """Remove entries of one group; their pages were released."""
         self._table.remove(entries)
         self.entries.free_rows(entries)
@@ -272,6 +275,7 @@ class Index:
     def _forget_if_done(self, group: Group) -> None:
         if group.key_space.closed and group.entries == 0 and self.groups[group.owner] is group:
             self.groups[group.owner] = None
+            self.closing -= 1
             self._free_owners.append(group.owner)
 
     def _run_length(self, first: int, blob: bytes, position: int, limit: int, owner: int) -> int:
@@ -309,4 +313,4 @@ def units_of(places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 
 
 def _arange(first: int, length: int) -> Entries:
-    return np.arange(first, first + length, dtype=np.int32)
+    return np.arange(first, first + length, dtype=np.int64)

@@ -6,10 +6,12 @@ import time
 from collections.abc import Callable
 
 import numpy as np
+import numpy.typing as npt
 
 from orbitkv_agent.store.access_log import Entries
 from orbitkv_agent.store.arenas import Arena
 from orbitkv_agent.store.extents import UNIT_BYTES
+from orbitkv_agent.store.memory import distinct
 from orbitkv_agent.store.namespaces import EVICTION_ORDER, Namespace
 from orbitkv_agent.store.residency import PageRun, Residency
 
@@ -17,7 +19,9 @@ MAX_BATCH = 512  # entries released at a time
 _MAX_BATCHES = 4  # of one reservation
 _SCANNED_ROWS = 1 << 15  # of the entry table, in one step of the search for dropped entries
 _COMPARED_ARENAS = 4
-_SAMPLED_ENTRIES = 512  # of an arena, to compare it with others
+_SAMPLES = 8  # pieces of an arena that are looked at to compare it with others,
+_SAMPLED_UNITS = 1 << 12  # each of so many units,
+_SAMPLED_ENTRIES = 64  # and at most so many entries
 _EXAMINED_UNITS = 1 << 16  # of an arena that is being emptied, in one step
 _EXAMINED_ENTRIES = 4 * MAX_BATCH
 
@@ -105,11 +109,18 @@ class Reclaimer:
 
     def _add_arena(self, namespace: Namespace) -> bool:
         """Get the namespace another arena out of free capacity; whether one can take pages now."""
-        if self._arenas.is_preparing(namespace.name):
-            return False
-        self._arenas.drop_empty(but_of=namespace.name)
-        arena = self._arenas.request(namespace.name)
+        arena = None if self._arenas.is_preparing(namespace.name) else self._request(namespace.name)
         return arena is not None and arena.allocatable
+
+    def _request(self, name: str) -> Arena | None:
+        """Make an arena for a namespace, unless what is free was freed for another one."""
+        if self._wanting and name != next(iter(self._wanting)):
+            return None
+        self._arenas.drop_empty(but_of=name)
+        arena = self._arenas.request(name)
+        if arena is not None and name in self._wanting:
+            self._stop_wanting(name)
+        return arena
 
     def _look_ahead(self, namespace: Namespace) -> None:
         """Have the next arena faulted in before the last one is full, so that saves need not be dropped meanwhile."""
@@ -181,9 +192,7 @@ class Reclaimer:
         if namespace is None or self._arenas.is_preparing(name):
             self._stop_wanting(name)
             return True
-        self._arenas.drop_empty(but_of=name)
-        if self._arenas.request(name) is not None:
-            self._stop_wanting(name)
+        if self._request(name) is not None:
             return True
         if self._arenas.discarding:
             return False  # the memory is on its way: `poll` tells when it is here
@@ -211,7 +220,7 @@ class Reclaimer:
         start = self._emptying_unit
         window = arena.owners[start : start + _EXAMINED_UNITS]
         units = np.flatnonzero(window)[:_EXAMINED_ENTRIES]
-        entries = window[units]
+        entries = window[units].astype(np.int64)
         idle = np.flatnonzero(self._residency.idle(entries))[:MAX_BATCH]
         examined = len(window)
         if len(idle) == MAX_BATCH:
@@ -222,7 +231,7 @@ class Reclaimer:
         self._fruitless_units += examined
         if len(idle):
             self._fruitless_units = 0
-            self._residency.release(np.unique(entries[idle]), evicted=True)
+            self._residency.release(distinct(entries[idle]), evicted=True)
 
     def _may_empty(self, arena: Arena) -> bool:
         victim = self._namespaces[arena.namespace]
@@ -248,7 +257,12 @@ class Reclaimer:
 
     def _cost_of_emptying(self, arena: Arena) -> tuple[int, int]:
         """Entries in use first, since the arena would wait for them; then the classes of those to go. A sample."""
-        entries = arena.owners[np.flatnonzero(arena.owners)]
-        entries = entries[:: len(entries) // _SAMPLED_ENTRIES + 1]
+        pieces = np.array_split(arena.owners, _SAMPLES)
+        entries = np.concatenate([_first_owners(piece[:_SAMPLED_UNITS]) for piece in pieces])
         in_use = len(entries) - int(self._residency.idle(entries).sum())
         return in_use, int(self._residency.entries.retention[entries].astype(np.int64).sum())
+
+
+def _first_owners(owners: npt.NDArray[np.int32]) -> Entries:
+    """The first entries in a piece of an arena, a bounded number of them."""
+    return owners[np.flatnonzero(owners)[:_SAMPLED_ENTRIES]].astype(np.int64)

@@ -5,20 +5,17 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
+from orbitkv_agent.guards import guard
 from orbitkv_agent.store.access_log import Entries
 from orbitkv_agent.store.arenas import Arena, ArenaPool
 from orbitkv_agent.store.extents import UNIT_BYTES
-from orbitkv_agent.store.hash_table import Indices
 from orbitkv_agent.store.index import Group, Index, KeySpace, arena_ids_of, units_of
+from orbitkv_agent.store.memory import distinct
 from orbitkv_agent.store.namespaces import EVICTION_ORDER, Namespace, RetentionClass
-
-if TYPE_CHECKING:
-    AnyEntries = Entries | Indices
 
 PageRun = tuple[Arena, int, int]
 """Pages that lie one after another: (arena, first unit, pages)."""
@@ -60,6 +57,7 @@ class Residency:
         runs: list[PageRun] = []
         missing = count
         for _, _, arena in chosen:
+            arena.fresh = False
             for first, pages in arena.allocator.allocate_pages(missing, units):
                 runs.append((arena, first, pages))
                 missing -= pages
@@ -95,12 +93,14 @@ class Residency:
 
     # ---- entries
 
-    def idle(self, entries: AnyEntries) -> npt.NDArray[np.bool_]:
+    def idle(self, entries: Entries) -> npt.NDArray[np.bool_]:
         """Which of the entries nobody reads or writes."""
+        if not guard("pages-in-use"):
+            return np.ones(len(entries), np.bool_)
         free: npt.NDArray[np.bool_] = (self.entries.pins[entries] == 0) & (self.entries.pending[entries] == 0)
         return free
 
-    def mention(self, namespace: Namespace, entries: AnyEntries) -> None:
+    def mention(self, namespace: Namespace, entries: Entries) -> None:
         """Note that entries of one namespace, each named once, were used; the last of them is the most recent.
 
         There is at least one, and each has a committed page.
@@ -108,14 +108,14 @@ class Residency:
         retention = self.entries.retention[entries]
         first = int(retention[0])
         if (retention == first).all():
-            namespace.log(first).mention(entries.astype(np.int32), self.entries.touch(entries))
+            namespace.log(first).mention(entries, self.entries.touch(entries))
             return
         for kind in EVICTION_ORDER:
-            chosen = entries[retention == kind].astype(np.int32)
+            chosen = entries[retention == kind]
             if len(chosen):
                 namespace.log(kind).mention(chosen, self.entries.touch(chosen))
 
-    def set_class(self, namespace: Namespace, entries: AnyEntries, kind: RetentionClass) -> None:
+    def set_class(self, namespace: Namespace, entries: Entries, kind: RetentionClass) -> None:
         """Move entries of one namespace, each named once, to a retention class. The caller mentions them."""
         before = np.bincount(self.entries.retention[entries], minlength=len(RetentionClass)).tolist()
         for old in EVICTION_ORDER:
@@ -123,7 +123,7 @@ class Residency:
         namespace.log(kind).live += len(entries)
         self.entries.retention[entries] = kind
 
-    def settle(self, entries: AnyEntries) -> None:
+    def settle(self, entries: Entries) -> None:
         """Put entries in order of which a pin or a reservation ended: idle ones are released or findable for eviction.
 
         Entries are of one namespace and named once each.
@@ -138,22 +138,22 @@ class Residency:
         if len(parked):
             self.mention(self.namespace_of(parked), parked)
 
-    def namespace_of(self, entries: AnyEntries) -> Namespace:
+    def namespace_of(self, entries: Entries) -> Namespace:
         """The namespace of entries that are all of one."""
         return self.index.group_of(int(self.entries.owner[entries[0]])).key_space.namespace
 
-    def release(self, entries: AnyEntries, *, evicted: bool) -> int:
+    def release(self, entries: Entries, *, evicted: bool) -> int:
         """Remove idle entries, each named once, with all their pages; returns the bytes that this freed.
 
         `evicted`: for room, which is counted and told to listeners, as opposed to an abandoned or dropped entry.
         """
         owners = self.entries.owner[entries]
         freed = 0
-        for owner in [int(owners[0])] if (owners == owners[0]).all() else np.unique(owners).tolist():
-            freed += self._release(self.index.group_of(owner), entries[owners == owner].astype(np.int64), evicted)
+        for owner in [int(owners[0])] if (owners == owners[0]).all() else distinct(owners.astype(np.int64)).tolist():
+            freed += self._release(self.index.group_of(owner), entries[owners == owner], evicted)
         return freed
 
-    def _release(self, group: Group, entries: Indices, evicted: bool) -> int:
+    def _release(self, group: Group, entries: Entries, evicted: bool) -> int:
         table, namespace = self.entries, group.key_space.namespace
         freed = int(table.units[entries].sum()) * UNIT_BYTES
         by_class = np.bincount(table.retention[entries], minlength=len(RetentionClass)).tolist()
@@ -164,7 +164,7 @@ class Residency:
             for kind in EVICTION_ORDER:
                 namespace.counters.evictions[kind] += by_class[kind]
             namespace.counters.reclaimed_bytes += freed
-            if self.on_evicted:
+            if self.on_evicted and not group.key_space.closed:
                 hashes = group.key_space.hashes(entries[table.visible[entries] != 0])
         for shard in range(group.key_space.shards):
             column = table.places(shard)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from orbitkv_agent.store.extents import UNIT_BYTES
-from orbitkv_agent.store.index import Group, KeySpace, arena_ids_of, units_of
+from orbitkv_agent.store.index import Group, arena_ids_of, units_of
 from orbitkv_agent.store.namespaces import EVICTION_ORDER, Namespace, RetentionClass
 from orbitkv_agent.store.residency import Residency
 
@@ -65,14 +65,14 @@ class StoreStats:
         return totals
 
 
-def collect_stats(residency: Residency, namespaces: Iterable[Namespace], key_spaces: Iterable[KeySpace]) -> StoreStats:
+def collect_stats(residency: Residency, namespaces: Iterable[Namespace]) -> StoreStats:
     """Read all figures; costs a walk over arenas and groups, not over entries."""
     arenas = residency.arenas
     largest = max((arena.allocator.largest_free * UNIT_BYTES for arena in arenas if arena.allocatable), default=0)
     by_name = {one.name: _namespace_stats(one, arenas.held_bytes(one.name)) for one in namespaces}
     size_classes: dict[int, SizeClassStats] = {}
-    for key_space in key_spaces:
-        for group in key_space.groups.values():
+    for group in residency.index.groups:
+        if group is not None:
             _add_size_classes(size_classes, group)
     return StoreStats(
         capacity_bytes=arenas.capacity_bytes,

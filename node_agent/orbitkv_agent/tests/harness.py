@@ -1,7 +1,7 @@
 """A whole agent in the test's own thread and time, and clients that speak the bare protocol to its socket.
 
-Nothing runs beside the test: a client sends, the test turns the agent's loop, the client reads. So every interleaving is
-one that the test has chosen, and time passes only by `World.advance`.
+Nothing runs beside the test: a client sends, the test turns the agent's loop, the client reads. So every interleaving
+is one that the test has chosen, and time passes only by `World.advance`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import numpy as np
+
 from orbitkv.protocol import framing
 from orbitkv.protocol.messages import (
     Allocation,
@@ -53,7 +54,6 @@ from orbitkv.protocol.messages import (
     Welcome,
 )
 from orbitkv.protocol.records import RecordReader
-
 from orbitkv_agent.agent import Agent
 from orbitkv_agent.config import AgentConfig
 from orbitkv_agent.loop import Loop
@@ -86,7 +86,7 @@ class World:
     """
 
     def __init__(self, folder: Path, **settings: Any) -> None:
-        values = {
+        values: dict[str, Any] = {
             "socket_path": str(folder / "agent.sock"),
             "pool": "4MiB",
             "arena": "1MiB",
@@ -107,11 +107,11 @@ class World:
     ) -> None:
         for client in self.clients:
             client.drop()
+        self.pump()
+        # In this process there is no exit to wait for: what lingers is ended as if its process had gone.
+        for session in list(self.agent.server.sessions):
+            session.close()
         if kind is None:
-            self.pump()
-            # In this process there is no exit to wait for: what lingers is ended as if its process had gone.
-            for session in list(self.agent.server.sessions):
-                session.close()
             self.agent.cache.check_invariants()
             assert not any(self.agent.oracle().values()), self.agent.oracle()
         self.agent.request_stop()
@@ -240,6 +240,11 @@ class Client:
 
     def drop(self) -> None:
         """Close without a word. Doing it again is harmless."""
+        self.drop_after_end()
+        self.world.pump()
+
+    def drop_after_end(self) -> None:
+        """As `drop`, when the agent is gone already."""
         if self.socket.fileno() >= 0:
             self.socket.close()
             if self.records is not None:
@@ -247,7 +252,6 @@ class Client:
             for fd in self.descriptors:
                 os.close(fd)
             self.descriptors.clear()
-        self.world.pump()
 
     # ---- what tests do often
 
@@ -378,7 +382,7 @@ def group_geometry(
     group: int = 0, *, page: int = PAGE, blocks: int = BLOCKS, tokens: int = TOKENS, kind: str = "full", **layer: Any
 ) -> GroupGeometry:
     """A group of one layer that lies alone in allocation 0."""
-    region = {
+    region: dict[str, Any] = {
         "name": f"layer{group}",
         "allocation": 0,
         "offset": 0,
@@ -392,7 +396,7 @@ def group_geometry(
 
 def register_message(instance: Instance = INSTANCE, **changes: Any) -> Register:
     """A worker with one group of one layer; `changes` replace fields."""
-    fields = {
+    fields: dict[str, Any] = {
         "instance": instance,
         "ranks": Ranks(),
         "model_identity": "model",

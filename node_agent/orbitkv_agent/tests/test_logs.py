@@ -5,11 +5,12 @@ from __future__ import annotations
 import io
 import json
 import logging
+import threading
 from collections.abc import Iterator
 
 import pytest
 
-from orbitkv_agent.logs import set_up_logging
+from orbitkv_agent.logs import set_up_logging, written_by_a_thread
 
 logger = logging.getLogger("orbitkv_agent.example")
 
@@ -107,3 +108,22 @@ def test_entries_below_the_level_are_left_out_and_setting_up_again_replaces() ->
 
     assert first.getvalue() == ""
     assert json.loads(second.getvalue())["event"] == "yes"
+
+
+def test_a_reader_that_stalls_does_not_stop_who_logs() -> None:
+    """The stream below blocks until the entries were all handed over."""
+    released = threading.Event()
+
+    class Stalled(io.StringIO):
+        def write(self, text: str) -> int:
+            assert released.wait(30), "logging waited for the reader"
+            return super().write(text)
+
+    stream = Stalled()
+    set_up_logging("info", "text", stream)
+    with written_by_a_thread():
+        for number in range(100):
+            logging.getLogger("test").info("entry %d", number)
+        released.set()
+    lines = stream.getvalue().splitlines()
+    assert [line.split()[-1] for line in lines] == [str(number) for number in range(100)]

@@ -169,12 +169,14 @@ class Restores:
             refusal = PlanRefused("busy", "this session has no completion record left; let others end", ErrorKind.BUSY)
             session.refuse(waiting.sequence, refusal.count(self._counters.plans_refused))
             return
+        # A proof is kept for one worker by itself, as its only shard.
+        places = lease.pages.places(0 if lease.operation.proving is not None else lease.shard)
         restore = Restore(next(self._numbers), session, registration, lease, record, waiting.bytes, self._loop.now())
         self._restores[restore.number] = restore
         session.restores[restore.number] = restore
         self._in_flight[registration] += 1
         self.inflight_bytes += restore.bytes
-        session.reply(waiting.sequence, RestorePlan(restore.number, record, lease.pages.places(registration.shard)))
+        session.reply(waiting.sequence, RestorePlan(restore.number, record, places))
 
     def _drop(self, waiting: _Waiting) -> None:
         self._queries.end_consumed(waiting.lease)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterable
 from typing import Final, Protocol
@@ -26,17 +27,18 @@ class Watchdog:
 
     Args:
         copies: those in flight, oldest first, several sequences of them.
-
-    Attributes:
-        stalled: how many are overdue, at the last look.
     """
 
     def __init__(self, loop: Loop, warn_s: float, copies: Iterable[Iterable[Copy]]) -> None:
-        self.stalled = 0
         self._loop = loop
         self._warn_s = warn_s
         self._copies = list(copies)
         self._timer = loop.call_later(warn_s / _CHECKS, self._check)
+
+    @property
+    def stalled(self) -> int:
+        """How many copies are overdue now."""
+        return len(self._overdue())
 
     def close(self) -> None:
         """Stop looking."""
@@ -44,21 +46,18 @@ class Watchdog:
 
     def _check(self) -> None:
         self._timer = self._loop.call_later(self._warn_s / _CHECKS, self._check)
-        self.look()
-
-    def look(self) -> None:
-        """Look now."""
         now = self._loop.now()
-        stalled = 0
-        for copies in self._copies:
-            for copy in copies:
-                age = now - copy.started
-                if age < self._warn_s:
-                    break
-                stalled += 1
-                if copy.warned is None or now - copy.warned >= _REPEAT_S:
-                    copy.warned = now
-                    logger.warning(
-                        "%s is in flight for %.0f s; its pages stay held until its process reports or exits", copy, age
-                    )
-        self.stalled = stalled
+        for copy in self._overdue():
+            if copy.warned is None or now - copy.warned >= _REPEAT_S:
+                copy.warned = now
+                logger.warning(
+                    "%s is in flight for %.0f s; its pages stay held until its process reports or exits",
+                    copy,
+                    now - copy.started,
+                )
+
+    def _overdue(self) -> list[Copy]:
+        latest = self._loop.now() - self._warn_s
+        return [
+            copy for copies in self._copies for copy in itertools.takewhile(lambda each: each.started <= latest, copies)
+        ]

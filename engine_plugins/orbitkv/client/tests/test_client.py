@@ -84,21 +84,21 @@ def test_another_engine_with_the_same_identity_finds_the_pages(agent: AgentProce
     engine.save(hashes(1))
     other = Engine(agent, engine.identity)
     assert other.query("r", hashes(1)).pages == 1
-    other.client.close()
+    other.close()
 
 
 def test_another_model_does_not(agent: AgentProcess, engine: Engine) -> None:
     engine.save(hashes(1))
     other = Engine(agent, identity="another model")
     assert other.query("r", hashes(1)) == QueryReady(reason="miss")
-    other.client.close()
+    other.close()
 
 
 def test_another_cache_namespace_does_not(agent: AgentProcess, engine: Engine) -> None:
     engine.save(hashes(1))
     other = Engine(agent, engine.identity, cache_namespace="team-b")
     assert other.query("r", hashes(1)).pages == 0
-    other.client.close()
+    other.close()
 
 
 def test_the_example_of_the_documentation(agent: AgentProcess) -> None:
@@ -187,7 +187,7 @@ def test_a_registration_belongs_to_its_client(agent: AgentProcess, engine: Engin
     other = Engine(agent)
     with pytest.raises(SaveNotSubmittedError, match="another client"):
         other.client.start_save(engine.registration, [hashes(2)], [np.array([1])])
-    other.client.close()
+    other.close()
 
 
 def test_a_prepared_save_can_be_cancelled_and_is_not_submitted_afterwards(engine: Engine) -> None:
@@ -360,4 +360,4 @@ def test_close_finishes_what_was_queued(agent: AgentProcess) -> None:
     assert all(handle.status.pages_released for handle in handles)
     other = Engine(agent, engine.identity)
     assert other.query("r", hashes(*range(100, 120))).pages == 20
-    other.client.close()
+    other.close()

@@ -29,9 +29,7 @@ def agent() -> FakeAgent:
 
 
 @pytest.fixture
-def start(
-    model_folder: Path, agent: FakeAgent, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[..., Engine]]:
+def start(model_folder: Path, agent: FakeAgent, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Engine]]:
     """Starts engines on the fake agent."""
     from orbitkv.vllm import scheduler
     from orbitkv.vllm.tests.scheduling import Engine

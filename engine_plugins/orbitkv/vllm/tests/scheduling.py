@@ -77,9 +77,7 @@ def make_config(
     transfer: dict[str, Any] | None = None,
 ) -> tuple[VllmConfig, KVCacheConfig]:
     """Return vLLM's configuration of an engine with OrbitKV."""
-    model_config = ModelConfig(
-        model=str(model), dtype="float32", seed=0, max_model_len=8192, skip_tokenizer_init=True
-    )
+    model_config = ModelConfig(model=str(model), dtype="float32", seed=0, max_model_len=8192, skip_tokenizer_init=True)
     cache = CacheConfig(block_size=BLOCK, gpu_memory_utilization=0.9, cache_dtype="auto", enable_prefix_caching=True)
     cache.num_gpu_blocks = blocks
     settings = {"orbitkv.bootstrap_socket": "/nowhere.sock", **(extra or {})}

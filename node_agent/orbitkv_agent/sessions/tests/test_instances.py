@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
 from orbitkv.protocol.errors import ErrorKind
 from orbitkv.protocol.messages import (
     Allocation,
@@ -25,15 +27,20 @@ from orbitkv.protocol.messages import (
     Registered,
     ResetDone,
     ResetInstance,
+    SaveRequest,
+    SavesAccepted,
+    SubmitSaves,
     TakeEvents,
     Unregister,
 )
 from orbitkv.protocol.records import Header
-
 from orbitkv_agent.tests.harness import (
     HASH_BYTES,
     INSTANCE,
+    PAGE,
+    Client,
     World,
+    blocks_blob,
     group_geometry,
     hashes,
     register_message,
@@ -94,7 +101,7 @@ def test_a_rank_may_register_again_once_its_session_ended(world: World) -> None:
     first = world.client()
     first.register()
     first.drop()
-    assert world.client().register().proof_required is False or True
+    assert world.client().register().registration
 
 
 def test_a_second_scheduler_is_refused(world: World) -> None:
@@ -162,7 +169,7 @@ def test_the_loss_of_the_scheduler_ends_serving(world: World) -> None:
     assert isinstance(other.query(hashes(1), operation=2), Ready)
 
 
-def _tensor_parallel(world: World) -> tuple[Any, list[Any], list[int]]:
+def _tensor_parallel(world: World) -> tuple[Client, list[Client], list[int]]:
     control = world.client()
     control.attach()
     workers = [world.client(), world.client()]
@@ -203,7 +210,10 @@ def test_a_page_is_found_only_when_every_shard_has_it(world: World) -> None:
     workers[1].save(numbers[1], hashes(1, 2))
     ready = control.ready(hashes(1, 2, 3), operation=2)
     assert ready.pages[0].count == 2
-    plans = [worker.start(number, lease, [0, 1]) for worker, number, lease in zip(workers, numbers, ready.leases, strict=True)]
+    plans = [
+        worker.start(number, lease, [0, 1])
+        for worker, number, lease in zip(workers, numbers, ready.leases, strict=True)
+    ]
     assert plans[0].pages[0].offsets != plans[1].pages[0].offsets
     for worker, plan in zip(workers, plans, strict=True):
         worker.done(plan)
@@ -236,9 +246,7 @@ def test_bytes_are_not_found_under_another_meaning(world: World, change: dict[st
 
 def test_engines_of_one_model_share_what_they_saved(world: World) -> None:
     world.engine().save(hashes(1))
-    other = world.engine(
-        instance=Instance("other", "1"), groups=[group_geometry(blocks=32, stride=8192) if False else group_geometry(blocks=32)]
-    )
+    other = world.engine(instance=Instance("other", "1"), groups=[group_geometry(blocks=32, block_stride=8192)])
     assert other.restore(hashes(1)) == 1
 
 
@@ -267,10 +275,19 @@ def test_a_reset_moves_an_idle_instance_to_new_keys(world: World) -> None:
     assert engine.query(hashes(1)) == Nothing("miss")
     engine.save(hashes(1))
     assert engine.restore(hashes(1)) == 1
+    used = world.agent.cache.stats().used_bytes
+    second = engine.control.call(ResetInstance(INSTANCE), ResetDone).key_generation
+    assert second != generation
+    world.advance(1)
+    assert world.agent.cache.stats().used_bytes == used - PAGE, "nobody finds what was stored under the first one"
     # An engine that did not ask for it keeps what there was; one that continues the generation has what is new.
     assert world.engine(instance=Instance("other", "1")).restore(hashes(1)) == 1
-    third = world.client()
-    assert third.call(AttachInstance(Instance("third", "1"), key_generation=generation), InstanceState).off == ""
+    engine.save(hashes(1, 2))
+    continued = world.engine(instance=Instance("third", "1"))
+    assert continued.query(hashes(1, 2)).pages[0].count == 1  # type: ignore[union-attr]
+    continued.control.cancel(1)
+    continued.control.call(AttachInstance(Instance("third", "1"), key_generation=second), InstanceState)
+    assert continued.restore(hashes(1, 2)) == 2
 
 
 REFUSALS: list[tuple[str, dict[str, Any], ErrorKind, str]] = [
@@ -309,7 +326,9 @@ REFUSALS: list[tuple[str, dict[str, Any], ErrorKind, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "kind", "words"), [case[1:] for case in REFUSALS], ids=[case[0] for case in REFUSALS])
+@pytest.mark.parametrize(
+    ("changes", "kind", "words"), [case[1:] for case in REFUSALS], ids=[case[0] for case in REFUSALS]
+)
 def test_a_registration_is_refused_by_field_and_value(
     world: World, changes: dict[str, Any], kind: ErrorKind, words: str
 ) -> None:
@@ -348,7 +367,9 @@ def test_pipeline_stages_may_have_different_layers(world: World) -> None:
     for stage, page in enumerate((4096, 8192)):
         worker = world.client()
         ranks = Ranks(pipeline=stage, pipeline_size=2)
-        worker.prove(worker.register(ranks=ranks, groups=[group_geometry(page=page, name=f"stage{stage}")]).registration)
+        worker.prove(
+            worker.register(ranks=ranks, groups=[group_geometry(page=page, name=f"stage{stage}")]).registration
+        )
     assert control.attach().serving
 
 
@@ -357,15 +378,12 @@ def test_a_retired_registration_takes_nothing_new_and_answers_when_its_copies_en
     plan = engine.worker.submit(engine.registration, hashes(1))
     number = engine.worker.post(Unregister(engine.registration))
     assert engine.worker.reply(number) is None, "a copy is running"
-    refusal = engine.worker.refused(save_message := _saves(engine.registration))
-    assert refusal.kind == ErrorKind.STALE, save_message
+    assert engine.worker.refused(_saves(engine.registration)).kind == ErrorKind.STALE
     engine.worker.commit(plan)
     assert engine.worker.reply(number) == Done()
 
 
-def _saves(registration: int) -> Any:
-    from orbitkv.protocol.messages import SubmitSaves
-
+def _saves(registration: int) -> SubmitSaves:
     return SubmitSaves([save_request(registration, hashes(9))])
 
 
@@ -410,6 +428,24 @@ def test_events_are_for_the_scheduler_that_asked(world: World) -> None:
     assert engine.control.call(TakeEvents(INSTANCE), Events).lost
 
 
+def test_an_instance_is_asked_for_and_reset_by_its_scheduler_only(world: World) -> None:
+    engine = world.engine()
+    engine.save(hashes(1))
+    stranger = world.client()
+    assert stranger.query(hashes(1)) == Nothing("not-serving")
+    assert stranger.refused(ResetInstance(INSTANCE)).kind == ErrorKind.INVALID
+    assert engine.restore(hashes(1)) == 1
+
+
+def test_a_proof_is_asked_for_by_the_process_of_the_worker_only(world: World) -> None:
+    engine = world.engine()
+    engine.worker.save(engine.registration, hashes(7), proof=True)
+    stranger = world.client()
+    stranger.session.peer = dataclasses.replace(stranger.session.peer, pid=1)
+    query = Query(INSTANCE, 1, 1, [GroupHashes(0, HASH_BYTES, hashes(7))], proof=True)
+    assert stranger.refused(query).kind == ErrorKind.INVALID
+
+
 @pytest.mark.guard("all-groups")
 def test_a_hit_covers_every_group(world: World) -> None:
     groups = [group_geometry(0), group_geometry(1, page=8192, blocks=16, tokens=32)]
@@ -424,10 +460,6 @@ def test_groups_of_different_page_sizes_meet_at_a_common_boundary(world: World) 
     groups = [group_geometry(0), group_geometry(1, page=8192, blocks=16, tokens=32)]
     engine = world.engine(groups=groups)
     engine.save(hashes(1, 2, 3, 4, 5))
-    from orbitkv.protocol.messages import SaveRequest, SavesAccepted, SubmitSaves
-
-    from orbitkv_agent.tests.harness import blocks_blob
-
     request = SaveRequest(
         engine.registration, [GroupHashes(1, HASH_BYTES, hashes(11, 12, 13))], [blocks_blob([0, 1, 2], 1)]
     )

@@ -14,10 +14,16 @@ from orbitkv_agent.store import ArenaPool, Entries, KeySpace, PageCache, Reserva
 UNIT = 4096
 NAMESPACES = ("red", "blue")
 numbers = st.lists(st.integers(0, 11), min_size=1, max_size=8)
+runs = st.builds(lambda first, length: list(range(first, first + length)), st.integers(0, 9), st.integers(1, 6))
 
 
 def key(number: int) -> bytes:
     return number.to_bytes(16, "little")
+
+
+def page_bytes(space: KeySpace, shard: int) -> int:
+    """Shards and namespaces have different page sizes."""
+    return (1 + shard + (space.namespace.name == "blue")) * UNIT - 96
 
 
 @dataclass
@@ -29,7 +35,7 @@ class Lease:
 class CacheMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        # Room for two arenas of eight units: pressure all the time. Shards of one namespace have different page sizes.
+        # Room for two arenas of eight units: pressure all the time.
         self.cache = PageCache(
             ArenaPool(16 * UNIT, 8 * UNIT, prefault=False, threaded=False), pause_seconds=float("inf")
         )
@@ -63,12 +69,18 @@ class CacheMachine(RuleBasedStateMachine):
         space = data.draw(st.sampled_from(self.spaces))
         shard = data.draw(st.integers(0, space.shards - 1))
         blob = b"".join(map(key, chosen))
-        page_bytes = (1 + shard + (space.namespace.name == "blue")) * UNIT - 96
-        reservation = self.cache.reserve(space, 0, blob, shard, page_bytes)
+        reservation = self.cache.reserve(space, 0, blob, shard, page_bytes(space, shard))
         total = len(reservation) + reservation.present + reservation.in_flight + sum(reservation.dropped.values())
         # A hash that is present and named twice counts as present once and in flight once.
         assert total == len(chosen)
         self.reservations.append(reservation)
+
+    @precondition(lambda self: self.spaces)
+    @rule(data=st.data(), chosen=runs)
+    def save_all_shards(self, data: st.DataObject, chosen: list[int]) -> None:
+        space = data.draw(st.sampled_from(self.spaces))
+        for shard in range(space.shards):
+            self.cache.commit(self.cache.reserve(space, 0, b"".join(map(key, chosen)), shard, page_bytes(space, shard)))
 
     @precondition(lambda self: self.reservations)
     @rule(data=st.data())
@@ -89,7 +101,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.reservations.remove(reservation)
 
     @precondition(lambda self: self.spaces)
-    @rule(data=st.data(), chosen=numbers, promote=st.booleans())
+    @rule(data=st.data(), chosen=numbers | runs, promote=st.booleans())
     def lease(self, data: st.DataObject, chosen: list[int], promote: bool) -> None:
         space = data.draw(st.sampled_from(self.spaces))
         run = self.cache.lookup(space, {0: b"".join(map(key, chosen))}).entries[0]

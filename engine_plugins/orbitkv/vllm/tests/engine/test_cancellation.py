@@ -13,7 +13,7 @@ from tools.harness.process import wait_until
 
 pytestmark = pytest.mark.timeout(300)
 
-BLOCKS = 64
+BLOCKS = 66
 PROMPT = tokens("cancelled", 400)
 
 

@@ -82,8 +82,10 @@ def test_wrong_strides_are_caught_and_the_engine_serves_on(start_agent: AgentMak
     again = engine.ask(prompt, logprobs=1)
     assert_sources(again, hbm=0, orbitkv=0, what="a connector that reads the layout wrong")
     assert_same_answer(again, cold, "computed twice")
-    status = agent.wait(lambda status: any(row["off"] for row in status["instances"]), "the agent knows that it is off")
-    assert "layers" in str(status["instances"]), f"the reason names no layer: {status['instances']}"
     log = engine.log_text()
-    assert "strides" in log and "layer" in log, "the engine's log names neither layer nor strides"
+    assert "proof of layout: layer model.layers.0" in log and "strides (" in log, (
+        "the log names neither layer nor strides"
+    )
+    status = agent.status()
+    assert status["sessions"]["layout_proofs"] == {"mismatch": 1}, f"{status['sessions']['layout_proofs']}"
     assert status["cache"]["resident_bytes"] == 0, "pages were kept although the layout is not proven"

@@ -53,9 +53,9 @@ def test_concurrent_requests_differ_no_more_often_than_without_orbitkv(
         engine.reset()
         answers = engine.generate(prompts)
         orbitkv += len(mismatches(answers, alone))
-        from_cache = sum(answer.orbitkv_tokens + answer.hbm_tokens for answer in answers)
-        assert from_cache >= sum(full_blocks(len(prompt.tokens)) for prompt in prompts) - len(prefix) * len(prompts)
         assert any(answer.orbitkv_tokens for answer in answers), "nothing was restored: the test shows nothing"
+        missing = [n for n, answer in enumerate(answers) if answer.cached_tokens < full_blocks(answer.prompt_tokens)]
+        assert not missing, f"requests {missing} were computed although all of their pages had been saved"
     assert orbitkv <= control, f"{orbitkv} of 36 concurrent answers differ with OrbitKV, {control} without"
 
 

@@ -181,11 +181,13 @@ def test_token_counts_by_source_are_those_of_vllms_metrics(shared: Pair) -> None
 def test_kv_events_tell_a_subscriber_what_is_cached(shared: Pair) -> None:
     engine, agent = shared
     prompt = tokens("events", 10 * BLOCK + 5)
+    engine.reset()
     engine.ask(prompt, max_tokens=1)
     saved(engine, agent)
     engine.ask(tokens("after the save", 10), max_tokens=1)  # events leave with a step
     heard = engine.call("events")
     in_hbm = {key[-16:] for key in engine.blocks()}
+    assert len(in_hbm) == 10
     assert set(heard.get("GPU", [])) == in_hbm, "the events on the engine's own cache, and what it holds"
     assert in_hbm <= set(heard.get("CPU", [])), "blocks in HBM that were saved, and the events on OrbitKV's medium"
     engine.reset()

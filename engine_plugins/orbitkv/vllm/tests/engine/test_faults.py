@@ -1,0 +1,216 @@
+"""Agents and engines that die, stall, or are not there: the engine serves throughout, and comes back to the
+cache by itself."""
+
+import os
+import random
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from orbitkv.vllm.tests.engine import stand_in
+from orbitkv.vllm.tests.engine.checks import assert_same_answer, assert_sources, full_blocks, tokens
+from orbitkv.vllm.tests.engine.models import AgentMaker, EngineMaker
+from tools.harness.agent import AgentProcess, agent_environment
+from tools.harness.engine import Answer, EngineProcess, Prompt
+from tools.harness.process import ManagedProcess, ProcessError, wait_until
+
+pytestmark = pytest.mark.timeout(300)
+
+KILLS = 30
+STALL_SECONDS = 30
+STEP_MARGIN_MS = 20
+FEW_BLOCKS = {"num_gpu_blocks_override": 48, "max_model_len": 1024}
+"""Fewer than the prompts of a load need, so that pages leave the engine's cache and are restored all the time."""
+
+
+def restored_after_reset(engine: EngineProcess, prompt: list[int]) -> Answer | None:
+    """The answer if the prompt's pages come from OrbitKV, after the engine forgot them; None if it was computed."""
+    engine.reset()
+    answer = engine.ask(prompt, logprobs=1)
+    return answer if answer.orbitkv_tokens == full_blocks(len(prompt)) else None
+
+
+def wait_restored(engine: EngineProcess, agent: AgentProcess, prompt: list[int], timeout: float = 30) -> Answer:
+    """Asks until the prompt's pages come from OrbitKV, which an engine that has just attached may still have
+    to save."""
+
+    def ask() -> Answer | None:
+        answer = restored_after_reset(engine, prompt)
+        agent.wait_at_rest()
+        return answer
+
+    return wait_until(ask, "the engine hits in OrbitKV again", timeout)
+
+
+class Load:
+    """Requests that an engine always has some of, and the check that each is answered."""
+
+    def __init__(self, engine: EngineProcess, name: str, at_once: int = 4) -> None:
+        self._engine = engine
+        self._name = name
+        self._at_once = at_once
+        self._open: list[str] = []
+        self.answered = 0
+        self._number = 0
+
+    def keep_up(self) -> None:
+        """Collects what is answered and asks anew: prompts that come round again, so that there is much to restore."""
+        for request in list(self._open):
+            answers = self._engine.call("results", ids=[request])
+            if answers is not None:
+                self._open.remove(request)
+                self.answered += 1
+                assert answers[request]["finish_reason"] == "length", f"a request ended with {answers[request]}"
+        new: list[Prompt] = []
+        while len(self._open) + len(new) < self._at_once:
+            self._number += 1
+            prompt = tokens(f"{self._name} {self._number % 7}", 200 + 40 * (self._number % 7))
+            new.append(Prompt(prompt, max_tokens=16))
+        self._open += self._engine.submit(new) if new else []
+
+    def run(self, seconds: float) -> None:
+        """Keeps up for a while."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            self.keep_up()
+            time.sleep(0.005)  # the pace of the clients
+
+    def finish(self) -> None:
+        """Waits for the answers to all requests."""
+        self.answered += len(self._engine.results(self._open))
+        self._open = []
+        self._engine.settle()
+
+
+def test_engine_without_an_agent_serves_and_attaches_when_it_comes(
+    folder: Path, start_engine: EngineMaker, start_agent: AgentMaker
+) -> None:
+    engine = start_engine(folder / "comes-late.sock", settings={"on_missing": "run"}, patient=False)
+    prompt = tokens("no agent yet", 300)
+    cold = engine.ask(prompt, logprobs=1)
+    assert_sources(cold, hbm=0, orbitkv=0, what="without an agent")
+    log = engine.log_text()
+    assert "comes-late.sock" in log, "the log does not name the socket that is missing"
+    hbm = engine.ask(prompt, logprobs=1)
+    agent = start_agent("comes-late")
+    restored = wait_restored(engine, agent, prompt)
+    assert_same_answer(restored, hbm, "restored after a late attachment")
+    assert engine.log_text().count("is not attached") <= 2, "the missing agent is logged again and again"
+
+
+def test_engine_does_not_start_without_an_agent_when_told_so(folder: Path, start_engine: EngineMaker) -> None:
+    with pytest.raises(ProcessError, match=r"nobody-there\.sock"):
+        start_engine(folder / "nobody-there.sock", patient=False)
+
+
+def test_stalled_agent_delays_no_step_and_every_request_finishes(
+    start_agent: AgentMaker, start_engine: EngineMaker
+) -> None:
+    agent = start_agent()
+    engine = start_engine(agent, patient=False, **FEW_BLOCKS)
+    load = Load(engine, "stall")
+    load.run(5)  # whatever is slow only once happens here
+    engine.call("steps")
+    load.run(10)
+    before = engine.call("steps")
+    agent.pause()
+    stopped = time.monotonic()
+    load.run(STALL_SECONDS)
+    during = engine.call("steps")
+    assert time.monotonic() - stopped >= STALL_SECONDS
+    answered = load.answered
+    load.finish()
+    agent.resume()
+    assert answered > 20, f"{answered} requests were answered in {STALL_SECONDS} s"
+    slowest = max(connector for _, connector in during)
+    assert slowest <= STEP_MARGIN_MS, f"the connector held up a step for {slowest:.1f} ms"
+    # Whole steps also feel what else the machine does, so the very longest of thousands would say little about us.
+    usual, stalled = (percentile([step for step, _ in steps], 0.99) for steps in (before, during))
+    assert stalled <= usual + STEP_MARGIN_MS, f"the 99th percentile of steps was {usual:.1f} ms and is {stalled:.1f} ms"
+    wait_restored(engine, agent, tokens("after the stall", 300))
+
+
+def test_agent_killed_at_random_points_under_load(
+    folder: Path, start_agent: AgentMaker, start_engine: EngineMaker
+) -> None:
+    chance = random.Random(3)
+    agent = start_agent("killed-agent")
+    engine = start_engine(agent, settings={"on_missing": "run"}, patient=False, **FEW_BLOCKS)
+    probe = tokens("known answer", 300)
+    engine.ask(probe)
+    expected = engine.ask(probe, logprobs=1)
+    load = Load(engine, "agent killed")
+    load.run(1)
+    wait_restored(engine, agent, probe)
+    before = engine.call("threads")
+    for kill in range(KILLS):
+        load.run(chance.uniform(0, 0.4))
+        agent.kill9()
+        load.run(chance.uniform(0, 0.2))
+        agent = start_agent("killed-agent")
+        if kill % 5 == 4:
+            load.finish()
+            restored = wait_restored(engine, agent, probe)
+            assert_same_answer(restored, expected, f"after kill {kill + 1} of the agent")
+    load.finish()
+    agent.wait_at_rest()
+    restored = wait_restored(engine, agent, probe)
+    assert_same_answer(restored, expected, "after all kills of the agent")
+    after = wait_until(
+        lambda: at_most(engine.call("threads"), before["descriptors"] + 2), "the engine's descriptors come back", 20
+    )
+    assert after["threads"] <= before["threads"] + 1, f"threads before {before}, after {after}"
+    assert after["resident_kib"] <= before["resident_kib"] + 100 * 1024, f"memory before {before}, after {after}"
+
+
+def test_engines_killed_at_random_points_under_load(folder: Path, start_agent: AgentMaker) -> None:
+    """Stand-ins for engines die; one beside them lives on, and checks every page that it gets."""
+    chance = random.Random(4)
+    agent = start_agent("kills-engines", pool="16Mi")
+    witness = start_stand_in(folder, agent, 0)
+    before = descriptors(agent.pid)
+    for kill in range(1, KILLS + 1):
+        victim = start_stand_in(folder, agent, kill)
+        wait_until(partial(works_or_ended, victim), "the stand-in works", 20)
+        time.sleep(chance.uniform(0, 0.15))  # the random point
+        assert victim.running(), victim.failure("ended by itself")
+        victim.kill9()
+        assert witness.running(), witness.failure("got a wrong page, or was disturbed")
+    agent.wait(lambda status: len(status["instances"]) == 1, "all instances but the witness's are gone")
+    witness.kill9()
+    assert "wrong" not in witness.log_text()
+    agent.wait_at_rest()
+    status = agent.wait(lambda status: not status["instances"], "no instance is left")
+    assert status["transfer"]["load_bytes"] > 0, "nothing was restored: the test shows nothing"
+    wait_until(lambda: descriptors(agent.pid) <= before, f"the agent's descriptors come back to {before}", 20)
+    assert agent.stop() == 0, f"the agent did not drain: {agent.log_text()[-500:]}"
+
+
+def at_most(now: dict[str, int], descriptors: int) -> dict[str, int] | None:
+    """The counts of an engine's process if it has no more open descriptors than this."""
+    return now if now["descriptors"] <= descriptors else None
+
+
+def works_or_ended(process: ManagedProcess) -> bool:
+    """Whether a stand-in has saved or restored something, or is gone."""
+    return "working" in process.log_text() or not process.running()
+
+
+def percentile(values: list[float], share: float) -> float:
+    """The value that this share of them does not exceed."""
+    return sorted(values)[min(int(share * len(values)), len(values) - 1)]
+
+
+def start_stand_in(folder: Path, agent: AgentProcess, seed: int) -> ManagedProcess:
+    """A stand-in for an engine at work."""
+    python = os.environ.get("ORBITKV_AGENT_PYTHON") or sys.executable
+    command = [python, "-m", stand_in.__name__, str(agent.socket_path), str(seed)]
+    return ManagedProcess(f"stand-in-{seed}", command, folder / f"stand-in-{seed}.log", agent_environment())
+
+
+def descriptors(pid: int) -> int:
+    """Open descriptors of a process."""
+    return len(os.listdir(f"/proc/{pid}/fd"))

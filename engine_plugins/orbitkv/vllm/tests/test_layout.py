@@ -1,0 +1,140 @@
+"""Reading how KV memory lies, and proving it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
+
+from orbitkv.client.registration import GpuRegistration
+from orbitkv.vllm import proof
+from orbitkv.vllm.layout import Layout, LayoutRefusedError, read_layout
+from orbitkv.vllm.tests.kv_memory import CONTENT, HEADS, TOKENS, FakeGroup, full_attention, kv_memory
+
+PART = HEADS * TOKENS * CONTENT * 2
+
+
+def read(memory: dict[str, torch.Tensor], blocks: int = 8, names: list[str] | None = None) -> Layout:
+    return read_layout(memory, [FakeGroup(names or list(memory))], blocks)
+
+
+def registered(layout: Layout) -> GpuRegistration:
+    return GpuRegistration(1, None, layout.groups, layout.allocations, proof_required=True)
+
+
+@pytest.mark.parametrize("name", ["LBHNC", "LBNHC", "BLHNC", "BLNHC"])
+def test_pages_are_read_by_address_as_the_engine_sees_them(name: str) -> None:
+    memory = kv_memory(layout=name)
+    layout = read(memory)
+    registration = registered(layout)
+    assert registration.page_bytes == [2 * PART]
+    for block in range(8):
+        proof.compare_block(layout, registration, 0, block)
+    first = layout.groups[0].layers[0]
+    assert first.block_count == 8
+    assert first.block_bytes == PART
+    assert first.block_stride == (PART if name.startswith("L") else 2 * PART)
+    assert len(layout.allocations) == 1
+
+
+@pytest.mark.parametrize("name", ["LHBNC", "BHLNC"])
+def test_a_layout_in_which_a_part_is_not_one_piece_is_refused(name: str) -> None:
+    with pytest.raises(LayoutRefusedError, match=r"layer a: its part of a block is not one piece .* strides .*LHBNC"):
+        read(kv_memory(layout=name))
+
+
+def test_kernel_blocks_are_joined_to_the_blocks_that_the_engine_counts() -> None:
+    memory = kv_memory(kernel_blocks=4)
+    assert memory["a"].shape[0] == 32
+    layout = read(memory)
+    assert layout.groups[0].layers[0].block_count == 8
+    for block in range(8):
+        proof.compare_block(layout, registered(layout), 0, block)
+    with pytest.raises(LayoutRefusedError, match="do not divide"):
+        read(kv_memory(blocks=9), blocks=8)
+
+
+def test_a_layer_that_shares_another_ones_memory_is_kept_once() -> None:
+    memory = kv_memory(("a",))
+    memory["reader"] = memory["a"]
+    assert [layer.name for layer in read(memory).groups[0].layers] == ["a"]
+
+
+def test_a_missing_layer_is_named() -> None:
+    with pytest.raises(LayoutRefusedError, match="layer lost of KV cache group 0"):
+        read(kv_memory(), names=["a", "lost"])
+
+
+def test_layers_of_different_sizes_can_be_in_one_group() -> None:
+    memory = {"a": torch.rand(8, 2, 16, 64), "b": torch.rand(8, 1, 16, 32)}
+    spec = UniformTypeKVCacheSpecs(
+        block_size=TOKENS, kv_cache_specs={"a": full_attention(), "b": full_attention(num_kv_heads=1, head_size=16)}
+    )
+    layout = read_layout(memory, [FakeGroup(["a", "b"], spec)], 8)
+    assert [layer.block_bytes for layer in layout.groups[0].layers] == [2 * 16 * 64 * 4, 16 * 32 * 4]
+    proof.compare_block(layout, registered(layout), 0, 5)
+
+
+def test_another_order_of_heads_and_tokens_is_another_layout() -> None:
+    digests = {read(kv_memory(layout=name)).digest for name in ("LBHNC", "LBNHC")}
+    assert len(digests) == 2
+    assert read(kv_memory(layout="LBHNC")).digest == read(kv_memory(layout="BLHNC")).digest
+
+
+@pytest.mark.parametrize("change", ["offset", "block_stride"])
+def test_wrong_strides_are_caught(change: str) -> None:
+    layout = read(kv_memory())
+    layer = layout.groups[0].layers[1]
+    setattr(layer, change, getattr(layer, change) - PART // 2)
+    with pytest.raises(proof.LayoutDisprovenError, match=r"layer b: .*strides"):
+        proof.compare_block(layout, registered(layout), 0, 3)
+
+
+class Agent:
+    """Keeps one page, through the copies that the client would make."""
+
+    def __init__(self, spoil: bool = False) -> None:
+        self.page: Any = None
+        self.spoil = spoil
+
+    def carry(
+        self, layout: Layout, client: Any, registration: Any, instance: Any, rank: int, source: int, target: int
+    ) -> None:
+        image = registration.image(0, source)
+        if self.spoil:
+            image[-1] ^= 1
+        start = 0
+        for layer in layout.groups[0].layers:
+            address = layout.allocations[layer.allocation].address + layer.offset + target * layer.block_stride
+            import ctypes
+
+            ctypes.memmove(address, image[start:].ctypes.data, layer.block_bytes)
+            start += layer.block_bytes
+
+
+@pytest.mark.parametrize("name", ["LBHNC", "LBNHC", "BLHNC", "BLNHC"])
+def test_proof_on_an_empty_cache(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = read(kv_memory(layout=name))
+    kept = proof.block_bytes(layout.views[0][0], 3).copy()
+    monkeypatch.setattr(proof, "_there_and_back", Agent().carry)
+    proof.prove_on_empty_cache(layout, None, registered(layout), None, 0)  # type: ignore[arg-type]
+    for view in layout.views[0]:
+        assert not proof.block_bytes(view, 7).any(), "the blocks of the proof are left as zeros"
+        assert not proof.block_bytes(view, 6).any()
+    assert np.array_equal(proof.block_bytes(layout.views[0][0], 3), kept)
+
+
+def test_proof_on_an_empty_cache_sees_a_single_wrong_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = read(kv_memory())
+    monkeypatch.setattr(proof, "_there_and_back", Agent(spoil=True).carry)
+    with pytest.raises(proof.LayoutDisprovenError, match="layer b: random bytes came back different"):
+        proof.prove_on_empty_cache(layout, None, registered(layout), None, 0)  # type: ignore[arg-type]
+
+
+def test_proof_needs_three_blocks() -> None:
+    layout = read(kv_memory(blocks=2), blocks=2)
+    with pytest.raises(proof.ProofUnfinishedError, match="needs 3"):
+        proof.prove_on_empty_cache(layout, None, registered(layout), None, 0)  # type: ignore[arg-type]

@@ -1,0 +1,395 @@
+"""The worker's half against a client whose copies the test moves on by hand."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from orbitkv.client import (
+    BlockHashes,
+    ErrorKind,
+    HostAllocation,
+    Instance,
+    OrbitKVError,
+    Ranks,
+    RestoreStatus,
+    SaveNotSubmittedError,
+    SaveStatus,
+)
+from orbitkv.client.registration import GpuRegistration
+from orbitkv.config import PluginConfig
+from orbitkv.protocol.messages import GroupGeometry
+from orbitkv.vllm import proof, worker
+from orbitkv.vllm.identity import Identity, IdentityRefusedError
+from orbitkv.vllm.layout import read_layout
+from orbitkv.vllm.metadata import Load, Save, StepMetadata
+from orbitkv.vllm.tests.kv_memory import FakeGroup, kv_memory
+
+HASH = bytes(32)
+
+
+class Handle:
+    def __init__(self, status: Any) -> None:
+        self.status = status
+        self.error: OrbitKVError | None = None
+        self.dropped: dict[str, int] = {}
+        self.void = False
+
+
+class CopyingClient:
+    """As the real client, but what was handed over moves on only when the test says so."""
+
+    def __init__(self) -> None:
+        self.boot_id = "boot-0"
+        self.lost: OrbitKVError | None = None
+        self.options: dict[str, Any] = {}
+        self.saves: list[Handle] = []
+        self.restores: list[tuple[int, np.ndarray[Any, Any], Handle]] = []
+        self.proofs: list[tuple[bool, str]] = []
+        self.refuse_saves = self.queued = False
+        self.proof_required = False
+        self.used: list[bool] = []
+        self.closed = False
+
+    def register_context_batch(
+        self, *, groups: Sequence[GroupGeometry], allocations: Sequence[HostAllocation], used: bool, **_: Any
+    ) -> GpuRegistration:
+        self.used.append(used)
+        return GpuRegistration(1, self, groups, allocations, proof_required=self.proof_required)
+
+    def report_proof(self, registration: GpuRegistration, proven: bool, detail: str = "") -> None:
+        self.proofs.append((proven, detail))
+
+    def peer_alive(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        self.closed = True
+
+    def start_restore(self, registration: GpuRegistration, lease: int, blocks: Sequence[Any]) -> Handle:
+        handle = Handle(RestoreStatus.PENDING)
+        self.restores.append((lease, blocks[0], handle))
+        return handle
+
+    def cancel_restore(self, handle: Handle) -> bool:
+        if self.queued:
+            handle.status = RestoreStatus.CANCELLED
+        return self.queued
+
+    def prepare_save(
+        self, registration: GpuRegistration, hashes: Sequence[BlockHashes], blocks: Sequence[Any]
+    ) -> Handle:
+        if self.refuse_saves:
+            raise SaveNotSubmittedError(ErrorKind.UNAVAILABLE, "lost the agent")
+        return Handle(SaveStatus.PREPARED)
+
+    def submit_saves(self, handles: Sequence[Handle]) -> None:
+        for handle in handles:
+            handle.status = SaveStatus.SUBMITTED
+        self.saves += handles
+
+    def cancel_save(self, handle: Handle) -> bool:
+        if self.queued:
+            handle.status = SaveStatus.CANCELLED
+        return self.queued
+
+    def wait_save_copied(self, handle: Handle, timeout: float) -> bool:
+        assert timeout <= worker.DRAIN_S
+        return bool(handle.status.pages_released)
+
+    def void_save(self, handle: Handle) -> bool:
+        handle.void = True
+        return True
+
+
+@pytest.fixture
+def client() -> CopyingClient:
+    return CopyingClient()
+
+
+Make = Callable[..., worker.WorkerHalf]
+
+
+@pytest.fixture
+def make(client: CopyingClient, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    monkeypatch.setattr(worker, "connect", lambda config, name, timeout_ms: client)
+    made: list[worker.WorkerHalf] = []
+
+    def build(*, rank: int = 0, ranks: int = 1, on_missing: str = "fail", **settings: Any) -> worker.WorkerHalf:
+        config = PluginConfig.load(
+            {"orbitkv.on_missing": on_missing, **{f"orbitkv.{name}": value for name, value in settings.items()}}, {}
+        )
+        half = worker.WorkerHalf(
+            config,
+            Instance("engine", "nonce"),
+            Ranks(tensor=rank, tensor_size=ranks),
+            lambda layout: Identity("digest", "a model", {}),
+        )
+        made.append(half)
+        half.register(read_layout(kv_memory(), [FakeGroup(["a", "b"])], 8))
+        return half
+
+    yield build
+    for half in made:
+        half.shutdown()
+
+
+def save_step(*requests: str, first: int = 1) -> StepMetadata:
+    numbers = itertools.count(first)
+    return StepMetadata(saves=[Save(next(numbers), name, HASH * 2, (1, 2)) for name in requests])
+
+
+def run(half: worker.WorkerHalf, step: StepMetadata) -> worker.Results:
+    half.handle_preemptions(step)
+    half.start_loads(step)
+    half.start_saves(step)
+    return half.take_results(step)
+
+
+def test_saves_are_handed_over_and_reported_once_they_are_visible(make: Make, client: CopyingClient) -> None:
+    half = make()
+    run(half, save_step("a"))
+    assert half.take_report() is None
+    client.saves[0].status = SaveStatus.COPIED
+    run(half, StepMetadata())
+    assert half.take_report() is None
+    client.saves[0].status = SaveStatus.COMMITTED
+    run(half, StepMetadata())
+    report = half.take_report()
+    assert report is not None
+    assert report.ended == report.kept == {1: 1}
+
+
+@pytest.mark.guard("vllm-released-only")
+@pytest.mark.parametrize("status", [SaveStatus.SUBMITTED])
+def test_held_blocks_are_let_go_only_when_their_save_left_them(
+    make: Make, client: CopyingClient, status: SaveStatus
+) -> None:
+    half = make()
+    run(half, save_step("a", "b"))
+    client.saves[0].error = OrbitKVError(ErrorKind.TIMEOUT, "no answer")
+    client.saves[0].status = status
+    client.saves[1].status = SaveStatus.COPIED
+    assert run(half, StepMetadata(held=frozenset({"a", "b"}))).sent == {"b"}
+    assert run(half, StepMetadata()).sent == set()
+    client.saves[0].status = SaveStatus.NOT_SUBMITTED
+    assert run(half, StepMetadata()).sent == {"a"}
+    assert run(half, StepMetadata()).sent == set()
+
+
+def test_a_request_without_a_running_save_is_let_go_at_once(make: Make) -> None:
+    assert run(make(), StepMetadata(held=frozenset({"a"}))).sent == {"a"}
+
+
+@pytest.mark.guard("vllm-preempted-saves")
+def test_preempted_blocks_are_left_or_their_save_is_void(make: Make, client: CopyingClient) -> None:
+    half = make()
+    run(half, save_step("a", "b", "c"))
+    client.saves[1].status = SaveStatus.COPIED
+    half.handle_preemptions(StepMetadata(preempted=frozenset({"a", "b"})))
+    assert client.saves[0].void, "what is copied of overwritten blocks must never be visible"
+    assert not client.saves[1].void, "it left its blocks before"
+    assert not client.saves[2].void, "another request's"
+
+
+def test_a_queued_save_of_preempted_blocks_is_withdrawn(make: Make, client: CopyingClient) -> None:
+    half = make()
+    run(half, save_step("a"))
+    client.queued = True
+    half.handle_preemptions(StepMetadata(preempted=frozenset({"a"})))
+    run(half, StepMetadata())
+    report = half.take_report()
+    assert report is not None
+    assert report.ended == {1: 1}
+    assert not report.kept
+
+
+def test_a_save_that_does_not_begin_is_withdrawn_after_max_wait(make: Make, client: CopyingClient) -> None:
+    half = make(max_wait_ms=0)
+    client.queued = True
+    run(half, save_step("a"))
+    assert run(half, StepMetadata(held=frozenset({"a"}))).sent == {"a"}
+
+
+def test_saves_that_cannot_be_submitted_end_at_once(make: Make, client: CopyingClient) -> None:
+    half = make()
+    client.refuse_saves = True
+    run(half, save_step("a", "b"))
+    report = half.take_report()
+    assert report is not None
+    assert set(report.ended) == {1, 2}
+    assert not report.kept
+
+
+def test_a_partly_dropped_save_is_not_reported_as_kept(make: Make, client: CopyingClient) -> None:
+    half = make()
+    run(half, save_step("a"))
+    client.saves[0].status, client.saves[0].dropped = SaveStatus.COMMITTED, {"pool": 1}
+    run(half, StepMetadata())
+    report = half.take_report()
+    assert report is not None
+    assert report.ended
+    assert not report.kept
+
+
+def load_step(name: str = "a", boot: str = "boot-0", leases: tuple[int, ...] = (7,)) -> StepMetadata:
+    return StepMetadata(loads=[Load(name, boot, leases, (3, 4, -1))])
+
+
+def test_a_load_is_reported_when_it_is_done(make: Make, client: CopyingClient) -> None:
+    half = make()
+    assert run(half, load_step()).received == set()
+    lease, blocks, handle = client.restores[0]
+    assert lease == 7
+    assert blocks.tolist() == [3, 4, -1]
+    handle.status = RestoreStatus.ENQUEUED
+    assert run(half, StepMetadata()).received == set()
+    handle.status = RestoreStatus.DONE
+    assert run(half, StepMetadata()).received == {"a"}
+    assert half.take_invalid_blocks() == set()
+
+
+@pytest.mark.parametrize("status", [RestoreStatus.FAILED, RestoreStatus.CANCELLED])
+def test_a_failed_load_names_its_blocks(make: Make, client: CopyingClient, status: RestoreStatus) -> None:
+    half = make()
+    run(half, load_step())
+    client.restores[0][2].status = status
+    assert run(half, StepMetadata()).received == {"a"}
+    assert half.take_invalid_blocks() == {3, 4}
+    report = half.take_report()
+    assert report is not None
+    assert report.failed_loads == {"a"}
+
+
+@pytest.mark.guard("vllm-boot")
+def test_a_lease_of_an_earlier_agent_starts_no_restore(make: Make, client: CopyingClient) -> None:
+    half = make()
+    assert run(half, load_step(boot="boot-before")).received == {"a"}
+    assert not client.restores
+    assert half.take_invalid_blocks() == {3, 4}
+
+
+def test_a_load_without_leases_fails_at_once(make: Make, client: CopyingClient) -> None:
+    half = make()
+    assert run(half, load_step(leases=())).received == {"a"}
+    assert half.take_invalid_blocks() == {3, 4}
+
+
+def test_a_load_that_does_not_begin_is_given_up_after_max_wait(make: Make, client: CopyingClient) -> None:
+    half = make(max_wait_ms=0)
+    assert run(half, load_step()).received == set(), "it is being copied: it drains"
+    client.queued = True
+    assert run(half, StepMetadata()).received == {"a"}
+
+
+def test_each_rank_gets_its_own_lease(make: Make, client: CopyingClient) -> None:
+    half = make(rank=1, ranks=2)
+    run(half, load_step(leases=(7, 8)))
+    assert client.restores[0][0] == 8
+
+
+def test_a_worker_without_an_agent_still_answers(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_agent(*_: Any) -> CopyingClient:
+        raise OrbitKVError(ErrorKind.UNAVAILABLE, "no OrbitKV agent at /nowhere.sock")
+
+    monkeypatch.setattr(worker, "connect", no_agent)
+    with pytest.raises(RuntimeError, match=r"no OrbitKV agent at /nowhere\.sock"):
+        make()
+    half = make(on_missing="run")
+    step = StepMetadata(loads=load_step().loads, saves=save_step("b").saves, held=frozenset({"b"}))
+    results = run(half, step)
+    assert results.received == {"a"}
+    assert results.sent == {"b"}
+    report = half.take_report()
+    assert report is not None
+    assert report.ended == {1: 1}
+    assert report.failed_loads == {"a"}
+
+
+def test_a_refused_identity_turns_the_cache_off_and_the_engine_starts(
+    make: Make, client: CopyingClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(layout: Any) -> Identity:
+        raise IdentityRefusedError("dummy weights")
+
+    real = worker.WorkerHalf.__init__
+
+    def build(self: worker.WorkerHalf, *args: Any, **options: Any) -> None:
+        config, instance, ranks, _ = args
+        real(self, config, instance, ranks, refused, **options)
+
+    monkeypatch.setattr(worker.WorkerHalf, "__init__", build)
+    half = make()
+    assert half._attachment.off == "dummy weights"
+    run(half, save_step("a"))
+    assert not client.saves
+    assert half.take_report() is not None
+
+
+def test_late_attachment_proves_the_layout_by_the_first_computed_block(
+    make: Make, client: CopyingClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(proof, "_proven", set())
+    half = make()
+    client.proof_required = True
+    half._attachment.renew(half._attachment.published, "test")  # type: ignore[arg-type]
+    _until(lambda: half._attachment.published is not None)
+    assert client.used == [False, True]
+    run(half, save_step("a"))
+    _until(lambda: bool(client.proofs))
+    assert client.proofs == [(True, "by a computed block")]
+    assert len(client.saves) == 1
+
+
+def test_wrong_strides_are_caught_by_the_first_computed_block(
+    make: Make, client: CopyingClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(proof, "_proven", set())
+    half = make()
+    client.proof_required = True
+    layout = half._layout
+    assert layout is not None
+    for group in layout.groups:
+        group.layers[0].block_stride //= 2
+    for views in layout.views:
+        for view in views:
+            view.copy_(torch.rand(view.shape).to(view.dtype))
+    half._attachment.renew(half._attachment.published, "test")  # type: ignore[arg-type]
+    _until(lambda: half._attachment.published is not None)
+    run(half, save_step("a"))
+    assert not client.saves, "nothing of an unproven layout is kept"
+    report = half.take_report()
+    assert report is not None
+    assert report.ended
+    _until(lambda: bool(client.proofs))
+    proven, detail = client.proofs[0]
+    assert not proven
+    assert "layer a" in detail
+    assert "strides" in detail
+    _until(lambda: bool(half._attachment.off))
+    run(half, save_step("b", first=5))
+    assert not client.saves
+
+
+def test_turned_off_workers_still_answer(client: CopyingClient) -> None:
+    half = worker.WorkerHalf(
+        PluginConfig(), Instance("engine", "nonce"), Ranks(), lambda layout: Identity("digest", "a model", {})
+    )
+    half.turn_off("layer a is not one piece")
+    assert run(half, load_step()).received == {"a"}
+    run(half, save_step("b"))
+    assert half.take_report() is not None
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    import time
+
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)

@@ -1,0 +1,552 @@
+from __future__ import annotations
+
+import array
+import dataclasses
+import fcntl
+import gc
+import json
+import mmap
+import os
+import socket
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orbitkv.protocol import framing
+from orbitkv.protocol.errors import ErrorKind
+from orbitkv.protocol.messages import (
+    Arenas,
+    AttachInstance,
+    ConfigureNamespace,
+    Done,
+    GetStatus,
+    Goodbye,
+    Hello,
+    MapArenas,
+    Nothing,
+    Ping,
+    Pong,
+    Refusal,
+    RetiredArenas,
+    Status,
+    SubmitSaves,
+    SyncArenas,
+)
+from orbitkv.protocol.records import SLOTS, WORD_BYTES, Header
+from orbitkv.protocol.versions import MESSAGES, VersionRange
+from orbitkv_agent.agent import Agent
+from orbitkv_agent.sessions.server import SocketTakenError
+from orbitkv_agent.sessions.session import MAX_WAITING_BYTES, SessionState
+from orbitkv_agent.tests.harness import INSTANCE, Client, World, hashes, ints, save_request
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    with World(tmp_path) as world:
+        yield world
+
+
+# ------------------------------------------------------------------------------------------ the socket
+
+
+def test_the_socket_is_for_its_user_only(world: World) -> None:
+    assert stat.S_IMODE(os.lstat(world.path).st_mode) == 0o600
+
+
+def test_a_second_agent_is_refused_and_the_first_one_serves_on(world: World) -> None:
+    with pytest.raises(SocketTakenError, match=rf"another agent \(pid {os.getpid()}\) serves .*agent\.sock"):
+        Agent(world.config)
+    assert world.client().call(Ping(), Pong).ok
+
+
+def test_a_stale_socket_is_replaced(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as left_behind:
+        left_behind.bind(str(tmp_path / "agent.sock"))
+    with World(tmp_path) as world:
+        assert world.client().call(Ping(), Pong).ok
+
+
+def test_a_squatted_socket_is_refused_and_left_alone(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as squatter:
+        squatter.bind(str(tmp_path / "agent.sock"))
+        squatter.listen()
+        with pytest.raises(SocketTakenError, match="no OrbitKV agent listens on"):
+            World(tmp_path)
+    assert (tmp_path / "agent.sock").exists()
+
+
+def test_a_file_in_the_sockets_place_is_refused_and_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "agent.sock").write_text("mine")
+    with pytest.raises(SocketTakenError, match="is not a socket"):
+        World(tmp_path)
+    assert (tmp_path / "agent.sock").read_text() == "mine"
+
+
+def test_a_link_in_the_locks_place_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "victim").write_text("precious")
+    (tmp_path / "agent.sock.lock").symlink_to(tmp_path / "victim")
+    with pytest.raises(SocketTakenError, match="cannot open the lock file"):
+        World(tmp_path)
+    assert (tmp_path / "victim").read_text() == "precious"
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SocketTakenError, match=r"nowhere/agent\.sock"):
+        World(tmp_path, socket_path=str(tmp_path / "nowhere" / "agent.sock"))
+
+
+def test_the_socket_is_removed_at_the_end(tmp_path: Path) -> None:
+    with World(tmp_path) as world:
+        path = world.path
+    assert not os.path.exists(path)
+
+
+def test_a_socket_that_somebody_else_put_there_meanwhile_is_not_removed(tmp_path: Path) -> None:
+    with World(tmp_path) as world:
+        os.unlink(world.path)
+        Path(world.path).write_text("somebody else's")
+        path = world.path
+    assert os.path.exists(path)
+
+
+# --------------------------------------------------------------------------------------- the handshake
+
+
+def test_the_welcome_says_what_a_client_needs(world: World) -> None:
+    welcome = world.client().welcome
+    assert welcome is not None
+    assert (welcome.boot_id, welcome.mode, welcome.cache_namespace) == (world.agent.boot_id, "host", "")
+    assert (welcome.max_session_queries, welcome.reply_ttl_ms, welcome.heartbeat_ms) == (128, 60_000, 0)
+    assert welcome.query_budget_bytes == 3 << 20
+    other = world.client().welcome
+    assert other is not None
+    assert other.epoch != welcome.epoch
+
+
+def test_every_boot_has_its_own_id(tmp_path: Path) -> None:
+    with World(tmp_path) as world:
+        first = world.agent.boot_id
+    with World(tmp_path) as world:
+        assert world.agent.boot_id != first
+
+
+def test_options_of_the_namespace_come_with_the_welcome(tmp_path: Path) -> None:
+    with World(tmp_path, cache_namespaces={"a": {"options": {"max_wait_ms": 100}}}) as world:
+        welcome = world.client("a").welcome
+        assert welcome is not None
+        assert welcome.namespace_options == {"max_wait_ms": 100}
+
+
+@pytest.mark.guard("versions")
+@pytest.mark.parametrize("field", ["messages", "records", "page_image"])
+def test_versions_that_do_not_meet_are_refused_with_both_ranges(world: World, field: str) -> None:
+    client = world.client(hello=False)
+    refusal = client.refused(Hello(**{field: VersionRange(7, 9)}))  # type: ignore[arg-type]
+    assert refusal.kind == ErrorKind.INCOMPATIBLE
+    assert field in refusal.message
+    assert "[7, 9]" in refusal.message
+    assert "[1, 1]" in refusal.message
+    assert client.closed()
+    assert world.agent.counters.session_rejections["version"] == 1
+
+
+def test_a_newer_client_that_speaks_our_version_too_is_served(world: World) -> None:
+    newer = VersionRange(MESSAGES.highest, MESSAGES.highest + 1)
+    assert world.client(hello=False).hello(Hello(messages=newer)).messages_version == MESSAGES.highest
+
+
+@pytest.mark.parametrize(
+    ("hello", "kind", "words"),
+    [
+        (Hello(cache_namespace="nobody"), ErrorKind.DENIED, "cache namespace 'nobody' is not configured"),
+        (Hello(token=b"secret"), ErrorKind.UNSUPPORTED, "token"),
+        (AttachInstance(INSTANCE), ErrorKind.INVALID, "AttachInstance came before Hello"),
+    ],
+    ids=["namespace", "token", "no hello"],
+)
+def test_a_bad_introduction_is_refused_and_closed(world: World, hello: Any, kind: ErrorKind, words: str) -> None:
+    client = world.client(hello=False)
+    refusal = client.refused(hello)
+    assert refusal.kind == kind
+    assert words in refusal.message
+    assert "secret" not in refusal.message
+    assert client.closed()
+
+
+def test_a_second_hello_is_refused(world: World) -> None:
+    assert world.client().refused(Hello()).kind == ErrorKind.INVALID
+
+
+def test_who_does_not_introduce_itself_in_time_is_closed(world: World) -> None:
+    silent, talking = world.client(hello=False), world.client()
+    world.advance(4.9)
+    assert not silent.closed()
+    world.advance(0.2)
+    assert silent.closed()
+    assert world.agent.counters.session_rejections == {"hello-timeout": 1}
+    assert talking.call(Ping(), Pong).ok
+
+
+def test_a_user_that_is_not_allowed_is_denied(tmp_path: Path) -> None:
+    with World(tmp_path, allowed_uids=[os.getuid() + 1]) as world:
+        assert _refusal(world).kind == ErrorKind.DENIED
+        assert world.agent.counters.session_rejections == {"user": 1}
+
+
+def _refusal(world: World) -> Refusal:
+    """What a connection that is turned away is told."""
+    client = world.client(hello=False)
+    assert client.closed()
+    refusal = client.replies[0]
+    assert isinstance(refusal, Refusal)
+    return refusal
+
+
+def test_connections_are_limited_before_they_introduce_themselves(tmp_path: Path) -> None:
+    with World(tmp_path, max_connections=2) as world:
+        first = world.client()
+        world.client(hello=False)
+        refusal = _refusal(world)
+        assert (refusal.kind, "max_connections" in refusal.message) == (ErrorKind.BUSY, True)
+        first.goodbye()
+        assert world.client().call(Ping(), Pong).ok
+
+
+def test_connections_of_one_user_are_limited(tmp_path: Path) -> None:
+    with World(tmp_path, max_connections_per_peer=1) as world:
+        world.client()
+        refusal = _refusal(world)
+        assert (refusal.kind, "max_connections_per_peer" in refusal.message) == (ErrorKind.BUSY, True)
+        assert world.agent.counters.session_rejections == {"peer-limit": 1}
+
+
+# ------------------------------------------------------------------------------------------- bad input
+
+
+def _frame(body: bytes, sequence: int = 1) -> bytes:
+    return framing.HEADER.pack(len(body), sequence) + body
+
+
+def test_a_message_that_cannot_be_read_is_refused_and_the_session_goes_on(world: World) -> None:
+    client = world.client()
+    for body in (b"", b"\x00", b"\x93\x14\x01", b"\x92\xcc\xff\x01", b"\xc1" * 100):
+        client.sequence += 1
+        client.socket.sendall(_frame(body, client.sequence))
+        refusal = client.reply(client.sequence)
+        assert isinstance(refusal, Refusal)
+        assert refusal.kind == ErrorKind.INVALID
+    assert client.call(Ping(), Pong).ok
+
+
+def test_a_frame_that_is_too_large_closes_the_connection(world: World) -> None:
+    client, other = world.client(), world.client()
+    client.socket.sendall(framing.HEADER.pack(framing.MAX_FRAME_BYTES + 1, 1))
+    assert client.closed()
+    assert "33554433 bytes" in str(client.replies[0])
+    assert other.call(Ping(), Pong).ok
+
+
+def test_before_the_handshake_only_small_frames_are_taken(world: World) -> None:
+    client = world.client(hello=False)
+    client.socket.sendall(framing.HEADER.pack(framing.MAX_HELLO_BYTES + 1, 1))
+    assert client.closed()
+    assert world.agent.counters.session_rejections == {"frame": 1}
+
+
+def test_a_frame_may_come_in_pieces_and_several_in_one_piece(world: World) -> None:
+    client = world.client()
+    frames = bytes(framing.encode(Ping(), 101)) + bytes(framing.encode(Ping(), 102))
+    for start in range(len(frames)):
+        client.socket.sendall(frames[start : start + 1])
+        world.pump()
+    assert isinstance(client.reply(101), Pong)
+    assert isinstance(client.reply(102), Pong)
+
+
+def test_a_truncated_frame_ends_with_its_connection(world: World) -> None:
+    client = world.client()
+    client.socket.sendall(bytes(framing.encode(Ping(), 1))[:-1])
+    client.drop()
+    assert world.client().call(Ping(), Pong).ok
+
+
+def test_who_stops_reading_is_closed_and_others_are_served(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    deaf, other = world.client(), world.client()
+    request = bytes(framing.encode(GetStatus(), 7)) * 64
+    session = deaf.session
+    sent = 0
+    while session.state is SessionState.OPEN:
+        try:
+            sent += deaf.socket.send(request)
+        except BlockingIOError:
+            pass
+        except BrokenPipeError:
+            break
+        world.pump(1)
+        assert sent < 100 * MAX_WAITING_BYTES
+        assert other.call(Ping(), Pong).ok
+    assert world.agent.counters.session_rejections == {"not-reading": 1}
+    assert "left" in caplog.text
+    assert other.call(Ping(), Pong).ok
+
+
+def test_a_slow_reader_gets_everything(world: World) -> None:
+    client = world.client()
+    numbers = [client.post(GetStatus()) for _ in range(200)]
+    world.pump(20)
+    for _ in range(200):
+        client.read()
+        world.pump()
+    assert all(isinstance(client.replies[number], Status) for number in numbers)
+
+
+def test_descriptors_that_a_client_sends_are_dropped(world: World) -> None:
+    client = world.client()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(10):
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0, 0, 0]))]
+        client.socket.sendmsg([framing.encode(Ping(), 0)], rights)
+        world.pump()
+    assert client.call(Ping(), Pong).ok
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+# --------------------------------------------------------------------------------------- shared memory
+
+
+def test_completion_records_cannot_be_written_by_a_client(world: World) -> None:
+    client = world.client()
+    fd = client.descriptors[0]
+    with pytest.raises(PermissionError):
+        mmap.mmap(fd, SLOTS * WORD_BYTES, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    for size in (0, 1 << 20):
+        with pytest.raises(PermissionError):
+            os.ftruncate(fd, size)
+
+
+def test_an_arena_cannot_be_shrunk_by_its_holder(world: World) -> None:
+    engine = world.engine()
+    plan = engine.save(hashes(1))
+    before = len(engine.worker.descriptors)
+    reply = engine.worker.call(MapArenas(ints(plan.pages[0].arenas)), Arenas)
+    fd = engine.worker.descriptors[before]
+    for size in (0, reply.arenas[0][1] + 4096):
+        with pytest.raises(PermissionError):
+            os.ftruncate(fd, size)
+    with pytest.raises(PermissionError):
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+
+
+@pytest.mark.guard("arena-namespace")
+def test_an_arena_is_mapped_in_its_own_cache_namespace_only(tmp_path: Path) -> None:
+    with World(tmp_path, cache_namespaces={"a": {}, "b": {}}) as world:
+        arena = ints(world.engine(namespace="a").save(hashes(1)).pages[0].arenas)
+        assert world.client("b").call(MapArenas(arena), Arenas) == Arenas([])
+        assert len(world.client("a").call(MapArenas(arena), Arenas).arenas) == 1
+
+
+def test_unknown_arenas_are_left_out_and_too_many_are_refused(world: World) -> None:
+    client = world.client()
+    assert client.call(MapArenas([4711]), Arenas) == Arenas([])
+    assert client.refused(MapArenas(list(range(251)))).kind == ErrorKind.INVALID
+
+
+def test_a_session_is_told_which_arenas_to_unmap(tmp_path: Path) -> None:
+    with World(tmp_path, pool="1MiB", arena="1MiB", cache_namespaces={"a": {}, "b": {}}) as world:
+        first = world.engine(namespace="a")
+        arena = ints(first.save(hashes(1)).pages[0].arenas)
+        first.worker.call(MapArenas(arena), Arenas)
+        assert first.worker.call(SyncArenas([]), RetiredArenas) == RetiredArenas([])
+        second = world.engine(namespace="b")
+        for number in range(200):
+            second.save(hashes(1000 + number))
+            world.advance(0.1)
+            if second.restore(hashes(1000 + number)):
+                break
+        records = first.worker.records
+        assert records is not None
+        assert records.counter(Header.ARENAS) == 1
+        assert first.worker.call(SyncArenas([]), RetiredArenas) == RetiredArenas(arena)
+        assert first.worker.call(SyncArenas(arena), RetiredArenas) == RetiredArenas([])
+        assert first.worker.session.arenas == set()
+
+
+# ------------------------------------------------------------------------------------------- lifetimes
+
+
+def test_a_session_that_holds_nothing_is_over_with_its_stream(world: World) -> None:
+    world.client().drop()
+    assert not world.agent.server.sessions
+
+
+def test_a_session_lingers_while_its_process_may_touch_arenas(world: World) -> None:
+    engine = world.engine()
+    plan = engine.worker.submit(engine.registration, hashes(1))
+    engine.worker.call(MapArenas(ints(plan.pages[0].arenas)), Arenas)
+    session = engine.worker.session
+    engine.worker.drop()
+    assert session.state is SessionState.LINGERING
+    assert not world.agent.membership.registered_bytes, "its registration is over at once"
+
+
+def test_goodbye_closes_in_order(world: World) -> None:
+    client = world.client()
+    session = client.session
+    client.socket.sendall(framing.encode(Goodbye(), 0))
+    assert client.closed()
+    assert session.state is SessionState.CLOSED
+
+
+def test_a_client_whose_exit_cannot_be_observed_must_be_heard(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("orbitkv_agent.sessions.peers._pidfd", lambda connection, pid: None)
+    client = world.client()
+    assert client.welcome is not None
+    assert client.welcome.heartbeat_ms == 5000
+    for _ in range(10):
+        world.advance(5)
+        assert client.call(Ping(), Pong).ok
+    world.advance(16)
+    assert client.closed()
+
+
+def test_sessions_leave_no_descriptors_behind(world: World) -> None:
+    world.client().goodbye()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(50):
+        world.client().drop()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_sessions_leave_no_garbage_that_only_a_full_collection_would_free(world: World) -> None:
+    def once() -> None:
+        engine = world.engine()
+        engine.save(hashes(1, 2))
+        engine.restore(hashes(1, 2))
+        engine.ready(hashes(1))
+        engine.query(hashes(9))
+        engine.close()
+        world.clients.clear()
+        world.advance(100)
+
+    once()
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(20):
+            once()
+        assert gc.collect() < 20, "sessions, leases or registrations form cycles"
+    finally:
+        gc.enable()
+
+
+# -------------------------------------------------------------------------------------- administration
+
+
+def test_status_is_a_snapshot_in_json(world: World) -> None:
+    world.engine().save(hashes(1, 2))
+    status = json.loads(world.client().call(GetStatus(), Status).body)
+    assert status["agent"]["boot_id"] == world.agent.boot_id
+    assert status["cache"]["block_insertions"] == 2
+    assert status["sessions"]["by_namespace"] == {"": 3}
+    assert status["instances"][0]["engine"] == "engine/1"
+    assert status["instances"][0]["serving"] is True
+
+
+def test_a_namespace_can_be_made_and_limited_live(world: World) -> None:
+    admin = world.client()
+    admin.call(ConfigureNamespace("team", quota_bytes=8192, insert_class="retained"), Done)
+    assert world.engine(namespace="team").save(hashes(1, 2, 3)).dropped == {"quota": 1}
+    row = next(row for row in world.agent.snapshot()["namespaces"] if row["name"] == "team")
+    assert (row["quota_bytes"], row["insert_class"], row["used_bytes"]) == (8192, "retained", 8192)
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "words"),
+    [
+        ({"protected_percent": 10}, ErrorKind.UNSUPPORTED, "protected_percent is 10"),
+        ({"ttl_seconds": 5}, ErrorKind.UNSUPPORTED, "ttl_seconds is 5"),
+        ({"uid": "x"}, ErrorKind.UNSUPPORTED, "uid is 'x'"),
+        ({"insert_class": "gold"}, ErrorKind.INVALID, "insert_class"),
+        ({"guaranteed_bytes": 1 << 40}, ErrorKind.INVALID, "guaranteed"),
+        ({"quota_bytes": -1}, ErrorKind.INVALID, "quota"),
+        ({"reset_generation": 1}, ErrorKind.INVALID, "it only rises"),
+    ],
+)
+def test_wrong_settings_of_a_namespace_are_refused(
+    world: World, change: dict[str, Any], kind: ErrorKind, words: str
+) -> None:
+    admin = world.client()
+    admin.call(ConfigureNamespace("team", reset_generation=2), Done)
+    refusal = admin.refused(ConfigureNamespace("team", **({"reset_generation": 2} | change)))
+    assert refusal.kind == kind
+    assert words in refusal.message
+
+
+def test_another_user_may_not_administrate(world: World) -> None:
+    client = world.client()
+    client.session.peer = dataclasses.replace(client.session.peer, uid=os.getuid() + 1)
+    world.agent.server._connected[os.getuid() + 1] += 1
+    assert client.refused(GetStatus()).kind == ErrorKind.DENIED
+    assert client.refused(ConfigureNamespace("team")).kind == ErrorKind.DENIED
+
+
+# ----------------------------------------------------------------------------------------------- drain
+
+
+def test_a_draining_agent_admits_nothing_and_finishes_what_runs(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    engine = world.engine()
+    engine.save(hashes(1, 2))
+    plan = engine.worker.submit(engine.registration, hashes(3))
+    ready = engine.ready(hashes(1))
+    world.agent.request_stop()
+    pong = engine.control.call(Ping(), Pong)
+    assert (pong.ok, pong.message) == (False, "the agent is shutting down")
+    assert engine.query(hashes(1)) == Nothing("draining")
+    save = SubmitSaves([save_request(engine.registration, hashes(4))])
+    assert engine.worker.refused(save).kind == ErrorKind.UNAVAILABLE
+    stranger = Client(world)
+    assert stranger.refused(Hello()).kind == ErrorKind.UNAVAILABLE
+    # What was promised may still be fetched while something runs anyway.
+    restore = engine.worker.start(engine.registration, ready.leases[0], [0])
+    engine.worker.commit(plan)
+    engine.worker.done(restore)
+    assert world.agent.serve(), "nothing is left over"
+    engine.control.read()
+    assert engine.control.ended
+    assert not os.path.exists(world.path)
+    for client in (*world.clients, stranger):
+        client.drop_after_end()
+
+
+def test_a_drain_ends_at_its_deadline_and_says_that_copies_were_left(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = World(tmp_path, drain_timeout_ms=30_000)
+    engine = world.engine()
+    engine.worker.submit(engine.registration, hashes(3))
+    world.agent.request_stop()
+    world.pump()
+    world.clock.now += 31
+    assert world.agent.serve() is False
+    assert "copies in flight" in caplog.text
+    for client in world.clients:
+        client.drop_after_end()
+
+
+def test_waiting_queries_are_answered_when_a_drain_begins(tmp_path: Path) -> None:
+    with World(tmp_path, max_queries=1) as world:
+        engine = world.engine()
+        engine.save(hashes(1))
+        held = engine.ready(hashes(1))
+        engine.query(hashes(1), operation=100)
+        plan = engine.start(held)  # frees the place, keeps the agent from ending
+        assert isinstance(engine.control.poll(100), object)
+        engine.query(hashes(1), operation=101)
+        world.agent.request_stop()
+        assert engine.control.poll(101) == Nothing("draining")
+        engine.control.cancel(100)
+        engine.worker.done(plan)

@@ -1,0 +1,234 @@
+"""How cache namespaces share one pool."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from orbitkv_agent.store import ArenaPool, PageCache
+from orbitkv_agent.store.tests.helpers import UNIT, MakeCache, cached, keys, reclaim_all, run, save
+
+
+def test_beyond_its_quota_a_namespace_evicts_its_own(make_cache: MakeCache) -> None:
+    cache = make_cache(32, 8)
+    cache.configure_namespace("red", quota_bytes=4 * UNIT)
+    red, blue = cache.open_key_space("red", "model"), cache.open_key_space("blue", "model")
+    save(cache, blue, *range(8))
+    for number in range(6):
+        assert save(cache, red, number) == 1
+    assert cached(cache, red, *range(6)) == [2, 3, 4, 5]
+    assert cached(cache, blue, *range(8)) == list(range(8))
+
+
+def test_what_a_quota_does_not_allow_is_dropped_and_named(make_cache: MakeCache) -> None:
+    cache = make_cache(32, 8)
+    cache.configure_namespace("red", quota_bytes=4 * UNIT)
+    red = cache.open_key_space("red", "model")
+    save(cache, red, 0)
+    cache.pin(run(cache, red, 0))
+    reservation = cache.reserve(red, 0, keys(*range(1, 7)), 0, UNIT)
+    assert (reservation.positions.tolist(), reservation.dropped) == ([0, 1, 2], {"quota": 3})
+    assert cache.stats().total_by_key("dropped") == {"pool_full": 0, "quota": 3}
+
+
+def test_a_lowered_quota_takes_effect_by_and_by(make_cache: MakeCache) -> None:
+    cache = make_cache(32, 8)
+    red = cache.open_key_space("red", "model")
+    for number in range(12):
+        save(cache, red, number)
+    cache.pin(run(cache, red, 0))
+    cache.configure_namespace("red", quota_bytes=5 * UNIT)
+    reclaim_all(cache)
+    assert cached(cache, red, *range(12)) == [0, 8, 9, 10, 11], "the pinned page stays"
+    assert cache.stats().namespaces["red"].used_bytes == 5 * UNIT
+
+
+def test_a_newcomer_gets_an_arena_of_the_one_that_exceeds_its_guarantee_most(make_cache: MakeCache) -> None:
+    cache = make_cache(32, 8)
+    cache.configure_namespace("red", guaranteed_bytes=16 * UNIT)
+    red, blue = cache.open_key_space("red", "model"), cache.open_key_space("blue", "model")
+    save(cache, red, *range(16))
+    save(cache, blue, *range(16))
+    green = cache.open_key_space("green", "model")
+    save(cache, green, 0)
+    reclaim_all(cache)
+    assert save(cache, green, *range(8)) == 8
+    assert cached(cache, red, *range(16)) == list(range(16)), "a guarantee is a guarantee"
+    assert len(cached(cache, blue, *range(16))) == 8
+    assert cache.stats().namespaces["green"].arena_bytes == 8 * UNIT
+
+
+def test_memory_that_was_shared_with_one_tenant_is_never_given_to_another(make_cache: MakeCache) -> None:
+    cache = make_cache(16, 8)
+    red = cache.open_key_space("red", "model")
+    save(cache, red, *range(16))
+    before = {arena.id for arena in cache.arenas.of("red")}
+    blue = cache.open_key_space("blue", "model")
+    save(cache, blue, 0)
+    reclaim_all(cache)
+    save(cache, blue, 0)
+    now = cache.arenas.of("blue")
+    assert len(now) == 1 and now[0].id not in before
+    assert cache.arenas.retired_since(0) == sorted(before - {arena.id for arena in cache.arenas.of("red")})
+
+
+def test_pages_within_a_guarantee_are_evicted_by_their_owner_only(make_cache: MakeCache) -> None:
+    cache = make_cache(16, 8)
+    cache.configure_namespace("red", guaranteed_bytes=16 * UNIT)
+    red, blue = cache.open_key_space("red", "model"), cache.open_key_space("blue", "model")
+    save(cache, red, *range(16))
+    assert save(cache, blue, 0) == 0
+    reclaim_all(cache)
+    assert save(cache, blue, 0) == 0
+    assert cached(cache, red, *range(16)) == list(range(16))
+    assert save(cache, red, 20) == 1
+    assert len(cached(cache, red, *range(16))) == 15
+
+
+def test_no_arena_is_emptied_that_would_cut_into_a_guarantee(make_cache: MakeCache) -> None:
+    cache = make_cache(16, 8)
+    cache.configure_namespace("red", guaranteed_bytes=9 * UNIT)
+    red, blue = cache.open_key_space("red", "model"), cache.open_key_space("blue", "model")
+    save(cache, red, *range(16))
+    save(cache, blue, 0)
+    reclaim_all(cache)
+    assert cached(cache, red, *range(16)) == list(range(16)), "7 units in excess, but an arena has 8"
+    cache.configure_namespace("red", guaranteed_bytes=8 * UNIT)
+    save(cache, blue, 0)
+    reclaim_all(cache)
+    assert len(cached(cache, red, *range(16))) == 8
+
+
+def test_a_guarantee_is_won_back_from_those_who_exceed_theirs(make_cache: MakeCache) -> None:
+    cache = make_cache(32, 8)
+    red, blue = cache.open_key_space("red", "model"), cache.open_key_space("blue", "model")
+    save(cache, red, *range(8))
+    save(cache, blue, *range(24))
+    cache.configure_namespace("red", guaranteed_bytes=24 * UNIT)
+    for start in range(100, 200, 4):
+        save(cache, red, *range(start, start + 4))
+        reclaim_all(cache)
+    assert cache.stats().namespaces["red"].arena_bytes == 24 * UNIT
+    assert cache.stats().namespaces["blue"].arena_bytes == 8 * UNIT
+
+
+def test_without_guarantees_busy_namespaces_approach_equal_shares(make_cache: MakeCache) -> None:
+    cache = make_cache(64, 8)
+    red, blue = cache.open_key_space("red", "model"), cache.open_key_space("blue", "model")
+    save(cache, red, *range(64))
+    for start in range(1000, 1400, 4):
+        save(cache, blue, *range(start, start + 4))
+        save(cache, red, *range(start, start + 4))
+        reclaim_all(cache)
+    shares = {name: one.arena_bytes // UNIT for name, one in cache.stats().namespaces.items()}
+    assert sum(shares.values()) == 64
+    assert abs(shares["red"] - shares["blue"]) <= 16
+
+
+def test_memory_freed_for_one_namespace_is_not_snatched_by_another(make_cache: MakeCache) -> None:
+    cache = make_cache(32, 8)
+    red = cache.open_key_space("red", "model")
+    save(cache, red, *range(32))
+    blue = cache.open_key_space("blue", "model")
+    save(cache, blue, 0)
+    for number in range(100, 200):
+        cache.reclaim_step()
+        save(cache, red, number)
+    assert cache.arenas.retired_sequence == 1
+    assert cache.stats().namespaces["blue"].arena_bytes == 8 * UNIT
+    assert save(cache, blue, 0) == 1
+
+
+def test_one_arena_is_emptied_for_one_that_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = ArenaPool(32 * UNIT, 8 * UNIT, prefault=False)
+    jobs: list[Callable[[], None]] = []
+    monkeypatch.setattr(pool._worker, "submit", jobs.append)
+    cache = PageCache(pool)
+    red = cache.open_key_space("red", "model")
+    save(cache, red, *range(32))
+    blue = cache.open_key_space("blue", "model")
+    save(cache, blue, 0)
+    reclaim_all(cache)
+    assert len(jobs) == 1, "the kernel is still taking the first one back"
+    assert len(cached(cache, red, *range(32))) == 24
+    jobs.pop()()
+    reclaim_all(cache)
+    assert save(cache, blue, 0) == 1
+    cache.close()
+
+
+def test_an_arena_that_was_just_made_is_left_to_its_namespace() -> None:
+    cache = PageCache(ArenaPool(32 * UNIT, 16 * UNIT, prefault=True, threaded=False))
+    cache.open_key_space("blue", "model")
+    red = cache.open_key_space("red", "model")
+    save(cache, red, *range(40))
+    reclaim_all(cache)
+    assert cache.is_ready("blue")
+    cache.close()
+
+
+def test_an_arena_with_a_leased_page_is_passed_over_and_pins_are_waited_for(make_cache: MakeCache) -> None:
+    cache = make_cache(16, 8)
+    red = cache.open_key_space("red", "model")
+    save(cache, red, *range(16))
+    held = run(cache, red, *range(16))
+    first_arena = cache.places(held, 0)[0] == cache.arenas.of("red")[0].id
+    cache.pin(held[first_arena][:1])
+    blue = cache.open_key_space("blue", "model")
+    save(cache, blue, 0)
+    reclaim_all(cache)
+    assert save(cache, blue, 0) == 1
+    assert len(cached(cache, red, *range(16))) == 8
+
+    cache.pin(run(cache, blue, 0))
+    green = cache.open_key_space("green", "model")
+    save(cache, green, 0)
+    reclaim_all(cache)
+    assert save(cache, green, 0) == 0
+    cache.unpin(held[first_arena][:1])
+    reclaim_all(cache)
+    assert save(cache, green, 0) == 1
+
+
+def test_a_dropped_namespace_leaves_nothing_behind(make_cache: MakeCache) -> None:
+    cache = make_cache(16, 8)
+    cache.configure_namespace("red", guaranteed_bytes=16 * UNIT)
+    red = cache.open_key_space("red", "model")
+    save(cache, red, *range(16))
+    cache.drop_namespace("red")
+    reclaim_all(cache)
+    blue = cache.open_key_space("blue", "model")
+    assert save(cache, blue, *range(16)) == 16
+    assert cache.arenas.of("red") == []
+
+
+def test_saves_are_dropped_until_the_first_arena_is_there() -> None:
+    cache = PageCache(ArenaPool(8 << 20, 4 << 20, prefault=True))
+    space = cache.open_key_space("red", "model")
+    if not cache.is_ready("red"):
+        assert cache.reserve(space, 0, keys(0), 0, UNIT).dropped == {"pool_full": 1}
+    while not cache.is_ready("red"):
+        assert cache.arenas.wait(10)
+    assert save(cache, space, 0) == 1
+    cache.check_invariants()
+    cache.close()
+
+
+def test_the_next_arena_is_made_before_the_last_one_is_full() -> None:
+    cache = PageCache(ArenaPool(2 << 20, 1 << 20, prefault=True, threaded=False))
+    space = cache.open_key_space("red", "model")
+    assert len(cache.arenas.of("red")) == 1
+    save(cache, space, *range(180))
+    assert len(cache.arenas.of("red")) == 1
+    save(cache, space, *range(180, 220))
+    assert len(cache.arenas.of("red")) == 2
+    cache.close()
+
+
+@pytest.mark.parametrize("quota", [0, 1, UNIT - 1])
+def test_a_quota_below_one_page_keeps_nothing(make_cache: MakeCache, quota: int) -> None:
+    cache = make_cache()
+    cache.configure_namespace("red", quota_bytes=quota)
+    red = cache.open_key_space("red", "model")
+    assert save(cache, red, 0) == 0

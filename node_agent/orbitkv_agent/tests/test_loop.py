@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import logging
+import os
+import select
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from orbitkv_agent.loop import Deadlines, Loop
+from orbitkv_agent.tests.harness import Clock
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def loop(clock: Clock) -> Iterator[Loop]:
+    loop = Loop(clock)
+    yield loop
+    loop.close()
+
+
+def test_timers_run_in_order_when_they_are_due(loop: Loop, clock: Clock) -> None:
+    ran: list[int] = []
+    for seconds in (3, 1, 2):
+        loop.call_later(seconds, lambda seconds=seconds: ran.append(seconds))  # type: ignore[misc]
+    cancelled = loop.call_later(1.5, lambda: ran.append(99))
+    cancelled.cancel()
+    clock.now += 2
+    loop.run_once(0)
+    assert ran == [1, 2]
+    clock.now += 1
+    loop.run_once(0)
+    assert ran == [1, 2, 3]
+
+
+def test_the_mailbox_wakes_the_loop_from_another_thread() -> None:
+    loop = Loop()
+    ran: list[str] = []
+
+    def finish() -> None:
+        ran.append(threading.current_thread().name)
+        loop.stop()
+
+    thread = threading.Thread(target=lambda: loop.post(finish))
+    thread.start()
+    loop.run()
+    thread.join()
+    assert ran == [threading.current_thread().name]
+    loop.close()
+    loop.post(finish)  # nobody is left to run it, and nothing breaks
+
+
+def test_a_descriptor_is_watched_until_it_is_forgotten(loop: Loop) -> None:
+    reader, writer = os.pipe()
+    seen: list[bytes] = []
+    loop.watch(reader, select.EPOLLIN, lambda events: seen.append(os.read(reader, 10)))
+    os.write(writer, b"a")
+    loop.run_once(0)
+    loop.forget(reader)
+    loop.forget(reader)
+    os.write(writer, b"b")
+    loop.run_once(0)
+    assert seen == [b"a"]
+    os.close(reader)
+    os.close(writer)
+
+
+def test_a_handler_that_forgets_another_keeps_it_from_running(loop: Loop) -> None:
+    pipes = [os.pipe(), os.pipe()]
+    seen: list[int] = []
+
+    def handler(mine: int, other: int) -> None:
+        seen.append(mine)
+        loop.forget(other)
+
+    first, second = pipes[0][0], pipes[1][0]
+    loop.watch(first, select.EPOLLIN, lambda events: handler(first, second))
+    loop.watch(second, select.EPOLLIN, lambda events: handler(second, first))
+    for _, writer in pipes:
+        os.write(writer, b"x")
+    loop.run_once(0)
+    assert len(seen) == 1
+    for pipe in pipes:
+        for fd in pipe:
+            os.close(fd)
+
+
+def test_a_defect_in_a_callback_is_logged_and_the_loop_goes_on(
+    loop: Loop, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    ran: list[int] = []
+
+    def fail() -> None:
+        raise RuntimeError("a defect")
+
+    loop.post(fail)
+    loop.post(lambda: ran.append(1))
+    loop.call_later(0, fail)
+    loop.call_later(0, lambda: ran.append(2))
+    loop.run_once(0)
+    assert ran == [1, 2]
+    assert [record.levelno for record in caplog.records] == [logging.ERROR] * 2
+
+
+def test_deadlines_expire_in_order_unless_discarded(loop: Loop, clock: Clock) -> None:
+    expired: list[str] = []
+    deadlines: Deadlines[str] = Deadlines(loop, 10, expired.append)
+    deadlines.add("a")
+    clock.now += 4
+    deadlines.add("b")
+    deadlines.add("c")
+    deadlines.discard("c")
+    deadlines.discard("never there")
+    clock.now += 5
+    deadlines.add("a")  # starts again
+    loop.run_once(0)
+    assert (expired, len(deadlines)) == ([], 2)
+    clock.now += 5
+    loop.run_once(0)
+    assert expired == ["b"]
+    clock.now += 5
+    loop.run_once(0)
+    assert expired == ["b", "a"]
+    deadlines.add("d")
+    clock.now += 10
+    loop.run_once(0)
+    assert expired == ["b", "a", "d"]

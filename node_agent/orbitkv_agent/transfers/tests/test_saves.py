@@ -1,0 +1,283 @@
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from orbitkv.protocol.errors import ErrorKind
+from orbitkv.protocol.messages import (
+    Arenas,
+    CommitSave,
+    ConfigureNamespace,
+    Done,
+    GroupBlocks,
+    GroupHashes,
+    Instance,
+    MapArenas,
+    Nothing,
+    SaveRequest,
+    SavesAccepted,
+    SubmitSaves,
+    TimelineWord,
+)
+from orbitkv.protocol.records import RecordState
+from orbitkv_agent import faults
+from orbitkv_agent.tests.harness import (
+    BLOCKS,
+    HASH_BYTES,
+    PAGE,
+    Client,
+    Engine,
+    World,
+    blocks_blob,
+    hashes,
+    ints,
+    save_request,
+)
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    with World(tmp_path) as world:
+        yield world
+
+
+@pytest.fixture
+def engine(world: World) -> Engine:
+    return world.engine()
+
+
+def test_a_page_is_visible_only_after_its_commit(engine: Engine) -> None:
+    plan = engine.worker.submit(engine.registration, hashes(1, 2))
+    assert ints(plan.positions[0]) == [0, 1]
+    assert len(ints(plan.pages[0].offsets, "<u8")) == 2
+    assert engine.query(hashes(1)) == Nothing("miss")
+    records = engine.worker.records
+    assert records is not None
+    assert records.state(plan.record) is RecordState.PENDING
+    engine.worker.commit(plan)
+    assert records.state(plan.record) is RecordState.DONE
+    assert engine.restore(hashes(1, 2)) == 2
+    assert engine.world.agent.counters.save_bytes == 2 * PAGE
+
+
+def test_a_save_that_was_not_copied_leaves_nothing(engine: Engine) -> None:
+    plan = engine.worker.submit(engine.registration, hashes(1))
+    engine.worker.commit(plan, copied=False)
+    assert engine.worker.records is not None
+    assert engine.worker.records.state(plan.record) is RecordState.FAILED
+    assert engine.query(hashes(1)) == Nothing("miss")
+    assert engine.world.agent.counters.save_dropped == {"failed": 1}
+    assert engine.world.agent.cache.stats().used_bytes == 0
+
+
+def test_pages_present_are_not_copied_again(engine: Engine) -> None:
+    engine.save(hashes(1, 3))
+    plan = engine.worker.submit(engine.registration, hashes(1, 2, 3, 4))
+    assert (ints(plan.positions[0]), plan.present, plan.dropped) == ([1, 3], 2, {})
+    engine.worker.commit(plan)
+    whole = engine.save(hashes(1, 2, 3, 4))
+    assert (whole.positions, whole.present) == ([b""], 4)
+
+
+def test_a_page_that_another_engine_is_saving_is_not_copied_twice(world: World) -> None:
+    first, second = world.engine(), world.engine(instance=Instance("other", "1"))
+    mine = first.worker.submit(first.registration, hashes(1))
+    theirs = second.worker.submit(second.registration, hashes(1, 2))
+    assert (ints(theirs.positions[0]), theirs.present) == ([1], 1)
+    second.worker.commit(theirs)
+    assert second.query(hashes(1)) == Nothing("miss"), "the first one has not committed"
+    first.worker.commit(mine)
+    assert second.restore(hashes(1, 2)) == 2
+
+
+def test_skipped_pages_have_no_position(engine: Engine) -> None:
+    plan = engine.worker.submit(engine.registration, hashes(1, 2, 3), [5, -1, 7])
+    assert ints(plan.positions[0]) == [0, 2]
+    engine.worker.commit(plan)
+    assert engine.restore(hashes(1, 2, 3)) == 1
+
+
+def test_a_page_named_twice_is_kept_once(engine: Engine) -> None:
+    plan = engine.save(hashes(1, 1), blocks=[3, 4])
+    assert (ints(plan.positions[0]), plan.present) == ([0], 1)
+
+
+def test_saved_bytes_come_back_bit_for_bit(world: World) -> None:
+    """What a client writes at the places of a save is what it reads at the places of a restore."""
+    first, second = world.engine(), world.engine(instance=Instance("other", "1"))
+    pages = [os.urandom(PAGE) for _ in range(3)]
+    plan = first.worker.submit(first.registration, hashes(1, 2, 3))
+    with _mapped(first.worker, plan.pages[0].arenas) as maps:
+        for arena, offset, page in zip(
+            ints(plan.pages[0].arenas), ints(plan.pages[0].offsets, "<u8"), pages, strict=True
+        ):
+            maps[arena][offset : offset + PAGE] = page
+    first.worker.commit(plan)
+    restore = second.start(second.ready(hashes(1, 2, 3)))
+    with _mapped(second.worker, restore.pages[0].arenas) as maps:
+        places = zip(ints(restore.pages[0].arenas), ints(restore.pages[0].offsets, "<u8"), strict=True)
+        assert [maps[arena][offset : offset + PAGE] for arena, offset in places] == pages
+    second.worker.done(restore)
+
+
+class _mapped:
+    """The arenas of a blob of ids, mapped."""
+
+    def __init__(self, client: Client, arenas: bytes) -> None:
+        wanted = sorted(set(ints(arenas)))
+        before = len(client.descriptors)
+        reply = client.call(MapArenas(wanted), Arenas)
+        self.maps = {
+            arena: mmap.mmap(fd, size)
+            for (arena, size), fd in zip(reply.arenas, client.descriptors[before:], strict=True)
+        }
+
+    def __enter__(self) -> dict[int, mmap.mmap]:
+        return self.maps
+
+    def __exit__(self, *_: object) -> None:
+        for each in self.maps.values():
+            each.close()
+
+
+REFUSED = {
+    "bounds": blocks_blob([BLOCKS]),
+    "negative": blocks_blob([-2]),
+    "count": blocks_blob([1, 2]),
+    "odd": GroupBlocks(0, b"\0\0\0"),
+    "group": blocks_blob([1], 1),
+}
+
+
+@pytest.mark.parametrize("blocks", REFUSED.values(), ids=REFUSED)
+def test_a_wrong_plan_refuses_the_whole_batch(engine: Engine, blocks: GroupBlocks) -> None:
+    good = save_request(engine.registration, hashes(1))
+    bad = SaveRequest(engine.registration, [GroupHashes(0, HASH_BYTES, hashes(2))], [blocks])
+    assert engine.worker.refused(SubmitSaves([good, bad])).kind == ErrorKind.INVALID
+    assert engine.world.agent.cache.stats().used_bytes == 0
+    assert engine.world.agent.counters.plans_refused.total() == 1
+    assert engine.save(hashes(1)).dropped == {}
+
+
+def test_a_block_named_twice_is_refused(engine: Engine) -> None:
+    refusal = engine.worker.refused(SubmitSaves([save_request(engine.registration, hashes(1, 2), [3, 3])]))
+    assert (refusal.kind, "named twice" in refusal.message) == (ErrorKind.INVALID, True)
+
+
+def test_a_producer_word_is_refused_in_host_mode(engine: Engine) -> None:
+    request = save_request(engine.registration, hashes(1))
+    request.producer = TimelineWord(0, 0, 1)
+    refusal = engine.worker.refused(SubmitSaves([request]))
+    assert (refusal.kind, "producer" in refusal.message) == (ErrorKind.UNSUPPORTED, True)
+
+
+def test_a_batch_that_fails_half_way_is_rolled_back(engine: Engine) -> None:
+    calls = []
+
+    def fail_second() -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError("injected")
+
+    faults.install("save-granted", fail_second)
+    try:
+        batch = SubmitSaves([save_request(engine.registration, hashes(number)) for number in (1, 2, 3)])
+        assert engine.worker.refused(batch).kind == ErrorKind.INTERNAL
+    finally:
+        faults.clear()
+    assert engine.world.agent.cache.stats().used_bytes == 0
+    assert len(engine.world.agent.saves) == 0
+    engine.save(hashes(1, 2, 3))
+    assert engine.restore(hashes(1, 2, 3)) == 3
+
+
+@pytest.mark.guard("own-session")
+def test_a_result_is_never_credited_to_another_owners_save(world: World) -> None:
+    first, second = world.engine(), world.engine(instance=Instance("other", "1"))
+    plan = first.worker.submit(first.registration, hashes(1))
+    assert second.worker.refused(CommitSave(plan.save, True)).kind == ErrorKind.STALE
+    assert first.query(hashes(1)) == Nothing("miss")
+    first.worker.commit(plan)
+    assert first.worker.refused(CommitSave(plan.save, True)).kind == ErrorKind.STALE
+
+
+def test_a_pool_full_of_leased_pages_drops_saves_and_still_restores(tmp_path: Path) -> None:
+    with World(tmp_path, pool="1MiB", arena="1MiB", query_budget_percent=100) as world:
+        engine = world.engine()
+        everything = hashes(*range(256))
+        for first in range(0, 256, 64):
+            engine.save(everything[first * HASH_BYTES : (first + 64) * HASH_BYTES])
+        ready = engine.ready(hashes(*range(64)))
+        rest = [engine.ready(everything[first * HASH_BYTES : (first + 64) * HASH_BYTES]) for first in (64, 128, 192)]
+        plan = engine.save(hashes(1000))
+        assert plan.dropped == {"pool-full": 1}
+        assert world.agent.counters.save_dropped["pool-full"] == 1
+        engine.worker.done(engine.start(ready))
+        assert engine.save(hashes(1000)).dropped == {}
+        engine.control.release(*(lease for each in rest for lease in each.leases))
+
+
+def test_a_quota_bounds_a_namespace(tmp_path: Path) -> None:
+    with World(tmp_path, cache_namespaces={"a": {"quota": "8KiB"}}) as world:
+        engine = world.engine(namespace="a")
+        assert engine.save(hashes(1, 2, 3)).dropped == {"quota": 1}
+
+
+def test_a_save_under_way_when_its_namespace_is_reset_is_not_found_afterwards(world: World) -> None:
+    engine = world.engine()
+    plan = engine.worker.submit(engine.registration, hashes(1))
+    world.client().call(ConfigureNamespace("", reset_generation=1), Done)
+    engine.worker.commit(plan)
+    assert engine.query(hashes(1)) == Nothing("miss")
+    engine.save(hashes(1))
+    assert engine.restore(hashes(1)) == 1
+
+
+@pytest.mark.guard("held-copies")
+def test_memory_of_a_save_is_held_until_its_process_is_gone(engine: Engine) -> None:
+    plan = engine.worker.submit(engine.registration, hashes(1))
+    session = engine.worker.session
+    engine.worker.drop()
+    assert engine.world.agent.saves.inflight_bytes == PAGE
+    engine.world.advance(3600)
+    assert engine.world.agent.saves.inflight_bytes == PAGE, "no timeout proves that a copy ended"
+    session.close()  # what the exit of its process leads to
+    assert engine.world.agent.saves.inflight_bytes == 0
+    assert engine.world.agent.cache.stats().used_bytes == 0
+    assert plan.save
+
+
+def test_goodbye_ends_what_was_not_committed(engine: Engine) -> None:
+    engine.worker.submit(engine.registration, hashes(1))
+    engine.worker.goodbye()
+    assert engine.world.agent.saves.inflight_bytes == 0
+    assert engine.world.agent.counters.save_dropped == {"aborted": 1}
+
+
+def test_saves_in_flight_are_limited(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("orbitkv_agent.transfers.saves.MAX_SAVES", 2)
+    batch = SubmitSaves([save_request(engine.registration, hashes(number)) for number in range(3)])
+    assert engine.worker.refused(batch).kind == ErrorKind.BUSY
+    plans = engine.worker.call(SubmitSaves(batch.saves[:2]), SavesAccepted).plans
+    assert engine.worker.refused(SubmitSaves(batch.saves[2:])).kind == ErrorKind.BUSY
+    for plan in plans:
+        engine.worker.commit(plan)
+
+
+def test_a_defect_in_a_commit_is_an_internal_error_and_the_session_goes_on(engine: Engine) -> None:
+    plan = engine.worker.submit(engine.registration, hashes(1))
+
+    def fail() -> None:
+        raise RuntimeError("injected")
+
+    faults.install("save-commit", fail)
+    try:
+        assert engine.worker.refused(CommitSave(plan.save, True)).kind == ErrorKind.INTERNAL
+    finally:
+        faults.clear()
+    engine.worker.commit(plan)
+    assert engine.restore(hashes(1)) == 1
