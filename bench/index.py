@@ -30,7 +30,7 @@ def run() -> list[Figure]:
         _fill(engine, SMALL, LARGE)
         large_bytes = (_own_bytes(agent) - empty) / LARGE
         large = _spread_latencies(engine, LARGE)
-        pause_ms = agent.status()["loop"]["longest_turn_ms"]
+        pause_ms = agent.status()["agent"]["longest_turn_ms"]
     small_us, large_us = percentile(small, 50), percentile(large, 50)
     return [
         Figure("bytes_per_page", max(small_bytes, large_bytes), "bytes", bound=400),

@@ -109,7 +109,8 @@ def served_features() -> str:
 def unserved_features() -> str:
     """What of vLLM turns the cache off."""
     scopes = {"engine": "the engine", "request": "the request"}
-    rows = ((row.title, scopes[row.scope], row.reason[0].upper() + row.reason[1:]) for row in FEATURES if not row.served)
+    off = (row for row in FEATURES if not row.served)
+    rows = ((row.title, scopes[row.scope], row.reason[0].upper() + row.reason[1:]) for row in off)
     return table(("Feature", "Off for", "Because"), rows)
 
 

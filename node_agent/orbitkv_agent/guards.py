@@ -1,14 +1,16 @@
-"""Checks that keep what must never happen from happening, each with a name.
+"""The agent's checks against what must never happen, each with a name.
 
-A test that pins such a check is marked `@pytest.mark.guard("name")` and must fail when the environment variable
-`ORBITKV_TEST_GUARD_OFF` names it: so we know that the test would notice if the check were lost. The variable is read
-once, at import, and is meant for tests only.
+A test that pins one is marked `@pytest.mark.guard("name")`, and must fail when the check is left out (`orbitkv.guards`
+says how): so we know that it would notice if the check were lost.
 """
 
 from __future__ import annotations
 
-import os
 from typing import Final
+
+from orbitkv.guards import guard
+
+__all__ = ["NAMES", "guard"]
 
 NAMES: Final = frozenset(
     {
@@ -29,13 +31,8 @@ NAMES: Final = frozenset(
         "duplicate-rank",  # one live registration a rank
         "all-groups",  # a hit covers every group of the model
         "arena-namespace",  # no arena is mapped into another cache namespace
+        "pages-in-use",  # a page that a lease or a save holds is not released
+        "all-shards",  # an entry is found only when every shard's page is committed
     }
 )
-"""Guards of this package outside the store."""
-
-_off: Final = frozenset(filter(None, os.environ.get("ORBITKV_TEST_GUARD_OFF", "").split(",")))
-
-
-def guard(name: str) -> bool:
-    """Whether the check `name` is in force: always, unless a test has switched it off."""
-    return name not in _off
+"""What each one keeps up."""

@@ -92,7 +92,7 @@ class AgentProcess(ManagedProcess):
             raise TimeoutError(f"{error}. The agent's status: {json.dumps(last)}") from None
         return last
 
-    def wait_at_rest(self, timeout: float = 20) -> dict[str, Any]:
+    def wait_at_rest(self, timeout: float = 60) -> dict[str, Any]:
         """Waits until no query, lease, restore or save is open, and returns the status."""
         return self.wait(lambda status: not in_flight(status), "nothing is in flight in the agent", timeout)
 

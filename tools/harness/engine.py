@@ -17,7 +17,7 @@ from typing import Any, Self
 from tools.harness.process import ManagedProcess, ProcessError
 
 ROOT = Path(__file__).resolve().parents[2]
-START_SECONDS = 180.0
+START_SECONDS = 240.0
 ANSWER_SECONDS = 120.0
 
 ENGINE_ARGUMENTS: dict[str, Any] = {
@@ -207,6 +207,7 @@ class EngineProcess:
         self._folder = folder
         self._spec = spec
         self._stream: Stream | None = None
+        self._ready = False
         self._process: ManagedProcess | None = None
         socket_path = folder / f"{name}.sock"
         self._listener = listen(socket_path)
@@ -217,14 +218,22 @@ class EngineProcess:
         else:
             nursery.fork(socket_path, self.log, environment)
 
-    def ready(self, timeout: float = START_SECONDS) -> Self:
-        """Waits until the engine serves. Raises ProcessError with its log if it does not start."""
+    def begin(self, timeout: float = START_SECONDS) -> Self:
+        """Waits until the engine's process is there and tells it what to be; it then starts by itself."""
         if self._stream is None:
             connection = accept(self._listener, self, timeout)
             self._stream = Stream(connection, self)
             self.pid = peer_pid(connection)
             self._stream.write(self._spec.first_line())
+        return self
+
+    def ready(self, timeout: float = START_SECONDS) -> Self:
+        """Waits until the engine serves. Raises ProcessError with its log if it does not start."""
+        self.begin(timeout)
+        if not self._ready:
+            assert self._stream is not None
             self._stream.read(timeout)
+            self._ready = True
         return self
 
     def running(self) -> bool:

@@ -1,5 +1,6 @@
 """A child process with a log file, which can be stopped, paused, killed, and waited for with a deadline."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -35,6 +36,7 @@ class ManagedProcess:
     def __init__(self, name: str, command: list[str], log: Path, environment: dict[str, str] | None = None) -> None:
         self.name = name
         self.log = log
+        self._over = False
         with log.open("ab") as file:
             self._child = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment, start_new_session=True
@@ -61,11 +63,10 @@ class ManagedProcess:
         return ProcessError(f"{self.name} {what} (it {state}). Its log, {self.log}, ends with:\n{lines}")
 
     def signal(self, number: signal.Signals) -> None:
-        """Sends a signal to the process and its children; none if they are gone."""
-        try:
-            os.killpg(self.pid, number)
-        except ProcessLookupError:
-            return
+        """Sends a signal to the process and what it started; none once they have been seen to end."""
+        if not self._over:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, number)
 
     def pause(self) -> None:
         """Stops the process where it stands (SIGSTOP)."""
@@ -76,22 +77,23 @@ class ManagedProcess:
         self.signal(signal.SIGCONT)
 
     def kill9(self) -> None:
-        """Kills the process and its children with SIGKILL and waits for the end."""
+        """Kills the process and what it started with SIGKILL and waits for the end."""
         self.signal(signal.SIGKILL)
         self._child.wait(timeout=30)
+        self._over = True  # the number may be another process's from now on
 
     def stop(self, timeout: float = 20) -> int:
-        """Asks the process to end (SIGTERM), kills it if it does not within `timeout` seconds, and returns its
-        exit code."""
+        """Asks the process to end (SIGTERM), kills it if it does not within `timeout` seconds, returns its exit code.
+
+        What it started and left behind is killed.
+        """
         if self.running():
-            os.kill(self.pid, signal.SIGCONT)
+            self.resume()
             os.kill(self.pid, signal.SIGTERM)
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 self._child.wait(timeout)
-            except subprocess.TimeoutExpired:
-                self.kill9()
-        self.signal(signal.SIGKILL)  # what it may have left behind in its session
-        return self._child.wait()
+        self.kill9()
+        return self._child.returncode
 
     def __enter__(self) -> Self:
         return self

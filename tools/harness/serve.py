@@ -11,7 +11,7 @@ from typing import Any
 from tools.harness.engine import engine_environment, engine_python, sum_metric
 from tools.harness.process import ManagedProcess, wait_until
 
-START_SECONDS = 180.0
+START_SECONDS = 300.0
 
 
 class ServeProcess(ManagedProcess):

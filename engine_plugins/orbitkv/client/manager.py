@@ -215,9 +215,13 @@ class CacheManagerClient:
             timeout_ms=self._within(timeout_ms),
         )
 
-    def query_loading(self, request_id: str) -> bool:
-        """Whether the request's query is still loading. Makes no system call, for callers that ask every step."""
-        return self._queries.loading(request_id)
+    def query_watch(self, request_id: str) -> tuple[memoryview, int, int] | None:
+        """For callers that ask hundreds of queries in every step: a loading query's record, to be read in place.
+
+        Returns `(words, index, value)`: the query is loading as long as `words[index] == value`; None when that is not
+        known. Readable until the client is closed.
+        """
+        return self._queries.watch(request_id)
 
     def cancel_query(self, request_id: str) -> None:
         """Withdraw interest in a request; a lease that was promised and not used returns. Never waits."""

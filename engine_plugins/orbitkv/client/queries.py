@@ -131,11 +131,13 @@ class Queries:
         )
         return self._ask(request_id, operation, query, timeout_ms)
 
-    def loading(self, request_id: str) -> bool:
-        """Whether asking again now would say "loading". Makes no system call."""
+    def watch(self, request_id: str) -> tuple[memoryview, int, int] | None:
+        """Where to see that the last answer still is "loading"; see `CacheManagerClient.query_watch`."""
         operation = self._operations.get(request_id)
         record = operation.record if operation is not None else None
-        return record is not None and self._session.records.pending(record)
+        if record is None:
+            return None
+        return self._session.records.words, record.slot, record.generation << 8 | RecordState.PENDING
 
     def cancel(self, request_id: str) -> None:
         """Withdraw interest; an unknown request is none."""

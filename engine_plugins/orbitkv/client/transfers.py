@@ -11,7 +11,7 @@ import os
 import select
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -141,7 +141,7 @@ class Transfers:
             raise SaveNotSubmittedError(error.kind, str(error)) from None
         for handle in handles:
             handle.advance(SaveStatus.SUBMITTED)
-        self._saves.append(list(handles))
+        self._saves.extend(_batches(handles))
         self._notify()
 
     def cancel_save(self, handle: SaveHandle) -> bool:
@@ -384,6 +384,22 @@ class Transfers:
 
 
 _REGISTER_MS = 120_000
+_BATCH_PAGES = 512
+"""Pages in one request to the agent, so that it is not held up for others (a larger save goes alone)."""
+
+
+def _batches(handles: Sequence[SaveHandle]) -> Iterator[list[SaveHandle]]:
+    batch: list[SaveHandle] = []
+    pages = 0
+    for handle in handles:
+        size = sum(ids.size for _, ids in handle.blocks)
+        if batch and pages + size > _BATCH_PAGES:
+            yield batch
+            batch, pages = [], 0
+        batch.append(handle)
+        pages += size
+    if batch:
+        yield batch
 
 
 def _request(handle: SaveHandle) -> SaveRequest:

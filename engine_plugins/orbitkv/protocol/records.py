@@ -113,10 +113,6 @@ class RecordReader:
         word = self.words[ref.slot]
         return RecordState(word & 0xFF) if word >> 8 == ref.generation else None
 
-    def pending(self, ref: RecordRef) -> bool:
-        """Return whether the operation is PENDING: `state`, made cheap for who asks hundreds of them every step."""
-        return self.words[ref.slot] == ref.generation << 8 | 1
-
     def counter(self, counter: Header) -> int:
         """Return a counter of the session."""
         return self.words[counter]

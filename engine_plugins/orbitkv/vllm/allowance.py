@@ -13,7 +13,8 @@ STEP_S = 0.005
 """All calls of one step together."""
 SMALLEST_S = 0.0003
 """With less than this left, a call is put off to the next step."""
-PROBE_S = 0.002
+TIMEOUTS_TO_OPEN = 2
+"""One late answer may be the machine's fault; two in a row are the agent's."""
 FIRST_PROBE_AFTER_S = 0.1
 LAST_PROBE_AFTER_S = 1.0
 
@@ -21,7 +22,7 @@ T = TypeVar("T")
 
 
 class Allowance:
-    """Time of one step, and the breaker that opens when a call used it up without an answer.
+    """Time of one step, and the breaker that opens when calls use it up without an answer.
 
     Attributes:
         now: the step's time (`time.monotonic`), read once a step; 0.0 between steps.
@@ -34,6 +35,7 @@ class Allowance:
         self.trips = 0
         self._clock = clock
         self._spent = 0.0
+        self._timeouts = 0
         self._probe_at = 0.0
         self._probe_after_s = FIRST_PROBE_AFTER_S
         self.open = False
@@ -53,16 +55,18 @@ class Allowance:
         left = STEP_S - self._spent
         return left if left > SMALLEST_S else 0.0
 
-    def call(self, work: Callable[[float], T], most_s: float = STEP_S) -> T:
-        """Run `work(timeout in ms)` within what is left, and open the breaker if the agent does not answer.
+    def call(self, work: Callable[[float], T]) -> T:
+        """Run `work(timeout in ms)` within what is left, and open the breaker if the agent does not answer again.
 
         Raises:
             OrbitKVError: TIMEOUT, or what `work` raises.
         """
-        allowed_s = min(self.left_s, most_s) if guard("vllm-step-allowance") else 30.0
+        allowed_s = self.left_s if guard("vllm-step-allowance") else 30.0
         started = self._clock()
         try:
-            return work(allowed_s * 1000)
+            result = work(allowed_s * 1000)
+            self._timeouts = 0
+            return result
         except OrbitKVError as error:
             if error.kind is ErrorKind.TIMEOUT:
                 self._trip()
@@ -77,10 +81,14 @@ class Allowance:
     def close(self) -> None:
         """The agent answers again."""
         self.open = False
+        self._timeouts = 0
         self._probe_after_s = FIRST_PROBE_AFTER_S
 
     def _trip(self) -> None:
+        self._timeouts += 1
         if not self.open:
+            if self._timeouts < TIMEOUTS_TO_OPEN:
+                return
             self.open = True
             self.trips += 1
         else:

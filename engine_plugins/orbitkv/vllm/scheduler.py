@@ -15,7 +15,6 @@ from orbitkv.client import (
     CacheManagerClient,
     ErrorKind,
     Instance,
-    InstanceState,
     OrbitKVError,
     QueryLoading,
     QueryReady,
@@ -23,8 +22,7 @@ from orbitkv.client import (
 from orbitkv.config import PluginConfig
 from orbitkv.guards import guard
 
-from .allowance import PROBE_S, Allowance
-from .attachment import Attachment, connect
+from .link import SchedulerLink
 from .metadata import Load, Save, StepMetadata, WorkerReport
 from .requests import UNLIMITED, Phase, Tracked, Wishes
 from .served import request_off_reason
@@ -37,37 +35,9 @@ logger = logging.getLogger("vllm.orbitkv")
 
 MISS_IS_OLD_S = 0.05
 """A request that waits for its turn is asked for again after this long."""
-RESET_S = 0.005
 
 NOT_CACHED: tuple[int, bool] = (0, False)
 ASK_AGAIN: tuple[None, bool] = (None, False)
-
-
-@dataclass(frozen=True)
-class SchedulerAttachment:
-    """A client that joined the instance as its scheduler.
-
-    Attributes:
-        resets: how many external resets it has carried out.
-    """
-
-    client: CacheManagerClient
-    config: PluginConfig
-    state: InstanceState
-    resets: int
-
-    @property
-    def boot_id(self) -> str:
-        """The agent's boot."""
-        return self.client.boot_id
-
-    def alive(self) -> bool:
-        """Whether the agent's process exists."""
-        return self.client.lost is None and self.client.peer_alive()
-
-    def close(self) -> None:
-        """Leave the agent."""
-        self.client.close()
 
 
 @dataclass
@@ -107,8 +77,6 @@ class SchedulerHalf:
         gate: bool = False,
         events: CacheEvents | None = None,
     ) -> None:
-        self._base_config = config
-        self._config = config
         self._instance = instance
         self._block_tokens = block_tokens
         self._workers = workers
@@ -116,8 +84,10 @@ class SchedulerHalf:
         self._role_saves = may_save
         self._gate = gate
         self._events = events
+        self.link = SchedulerLink(config, instance, events, self._forget_lookups)
+        self.stats = OrbitKVStats()
+        self._allowance = self.link.allowance
         self._cache_manager: Any = None
-        self._allowance = Allowance()
         self._tracked: dict[str, Tracked] = {}
         self._restoring: dict[str, Tracked] = {}
         self._awaiting_compute: set[str] = set()
@@ -126,52 +96,16 @@ class SchedulerHalf:
         self._held: set[str] = set()
         self._loads: list[Load] = []
         self._newly_held: set[str] = set()
-        self._resets = 0
-        self._key_generation = ""
-        self.stats = OrbitKVStats()
         self._levels: dict[str, int] = {}
-        self._said: set[str] = set()
-        self._serving = False
-        self._state_known = False
-        self._adopted: SchedulerAttachment | None = None
-        self._attachment: Attachment[SchedulerAttachment] = Attachment("scheduler", self._attach)
-
-    # --- attachment
+        self._trips = 0
 
     def start(self) -> None:
-        """Attach, in a thread of its own.
-
-        Raises:
-            RuntimeError: there is no agent, and `orbitkv.on_missing` is "fail".
-        """
-        self._attachment.start()
-        self._attachment.wait_first(self._base_config.timeout_ms / 1000 + 1)
-        error = self._attachment.last_error
-        if error is not None and self._base_config.on_missing == "fail":
-            self._attachment.stop()
-            raise RuntimeError(f"{error}. (orbitkv.on_missing=run lets the engine start without the agent.)")
-
-    def _attach(self) -> SchedulerAttachment:
-        """Join the instance (attachment's thread)."""
-        client = connect(self._base_config, f"vLLM scheduler {self._instance}", self._base_config.timeout_ms)
-        try:
-            config = self._base_config.with_namespace_options(client.options)
-            state = client.attach_instance(
-                self._instance, key_generation=self._key_generation, events=self._events is not None
-            )
-            resets = self._resets
-            if resets:
-                self._key_generation = client.reset_instance(self._instance)
-            return SchedulerAttachment(client, config, state, resets)
-        except BaseException:
-            client.close()
-            raise
+        """Attach; see `SchedulerLink.start`."""
+        self.link.start()
 
     def shutdown(self) -> None:
         """Leave the agent."""
-        if self._adopted is not None:
-            self._drop()
-        self._attachment.stop()
+        self.link.shutdown()
 
     # --- requests
 
@@ -181,19 +115,14 @@ class SchedulerHalf:
 
     def on_new_request(self, request: Any) -> None:
         """A request arrived."""
-        off = request_off_reason(request)
-        if off:
-            self._say_once(
-                f"request-{off}", f"OrbitKV leaves requests with {off} alone, see the table of what is served"
-            )
-            return
+        served = not request_off_reason(request)
         wishes = Wishes.of(request.kv_transfer_params)
-        save_tokens = wishes.max_save_tokens if wishes.save and self._role_saves else 0
-        if not self._config.save_decode:
+        save_tokens = wishes.max_save_tokens if served and wishes.save and self._role_saves else 0
+        if not self.link.config.save_decode:
             save_tokens = min(save_tokens, request.num_prompt_tokens)
         self._tracked[request.request_id] = Tracked(
             request,
-            may_load=wishes.load and self._role_loads and not request.skip_reading_prefix_cache,
+            may_load=served and wishes.load and self._role_loads and not request.skip_reading_prefix_cache,
             save_blocks=min(save_tokens, UNLIMITED) // self._block_tokens,
             preemptions=request.num_preemptions,
         )
@@ -218,16 +147,15 @@ class SchedulerHalf:
             return NOT_CACHED
         allowance = self._allowance
         if not allowance.now:
-            self._begin_step()
-        adopted = self._adopted
+            self.link.begin_step()
+        watch = tracked.watch
         if (
-            tracked.phase is Phase.LOADING
-            and adopted is not None
+            watch is not None
+            and watch[0][watch[1]] == watch[2]
             and tracked.first_token == num_computed_tokens
             and tracked.preemptions == request.num_preemptions
             and allowance.now < tracked.held_until
             and not allowance.open
-            and adopted.client.query_loading(request.request_id)
         ):
             return ASK_AGAIN
         return self._look_up(tracked, num_computed_tokens)
@@ -245,18 +173,18 @@ class SchedulerHalf:
             and guard("vllm-admission")
         ):
             return ASK_AGAIN
-        adopted = self._adopted
-        if adopted is None or not self._serving or self._allowance.open or self._config.mode == "save_only":
+        link = self.link
+        if link.client is None or not link.serving or link.allowance.open or link.config.mode == "save_only":
             return self._not_cached(tracked)
         size = self._block_tokens
         first = computed // size
         # At least one token is left to compute: the engine needs its logits.
         last = min((request.num_tokens - 1) // size, len(request.block_hashes))
-        if last <= first or (last - first) * size < self._config.min_load_tokens:
+        if last <= first or (last - first) * size < self.link.config.min_load_tokens:
             return self._not_cached(tracked)
         now = self._allowance.now
         if not tracked.held_until:
-            tracked.held_until = now + self._config.max_wait_ms / 1000
+            tracked.held_until = now + self.link.config.max_wait_ms / 1000
         elif now >= tracked.held_until and guard("vllm-max-wait"):
             self.stats.add("query_waits_exceeded")
             self._withdraw(tracked)
@@ -269,36 +197,39 @@ class SchedulerHalf:
             return self._not_cached(tracked)
         if not self._allowance.left_s:
             return ASK_AGAIN
-        return self._ask(tracked, adopted, tracked.hashes)
+        return self._ask(tracked, link.client, tracked.hashes)
 
     def _not_cached(self, tracked: Tracked) -> tuple[int, bool]:
         self._withdraw(tracked)
         tracked.held_until = 0.0
         return NOT_CACHED
 
-    def _ask(self, tracked: Tracked, adopted: SchedulerAttachment, hashes: BlockHashes) -> tuple[int | None, bool]:
+    def _ask(self, tracked: Tracked, client: CacheManagerClient, hashes: BlockHashes) -> tuple[int | None, bool]:
         left_s = tracked.held_until - self._allowance.now
         if tracked.phase is Phase.IDLE:
             self.stats.add("queries")
         try:
             answer = self._allowance.call(
-                lambda timeout_ms: adopted.client.query_prefetch(
+                lambda timeout_ms: client.query_prefetch(
                     tracked.id,
                     [hashes],
                     instance=self._instance,
                     max_wait_ms=int(max(0.0, left_s) * 1000),
-                    wait_for_full_prefix=self._config.wait_for_full_prefix,
+                    wait_for_full_prefix=self.link.config.wait_for_full_prefix,
                     timeout_ms=timeout_ms,
                 )
             )
         except OrbitKVError as error:
-            self._failed_call(error)
+            self.link.failed(error)
+            if error.kind is ErrorKind.TIMEOUT and not self._allowance.open:
+                return ASK_AGAIN  # perhaps it was only late
             return self._not_cached(tracked)
         if isinstance(answer, QueryLoading):
             tracked.to(Phase.LOADING)
+            tracked.watch = client.query_watch(tracked.id)
             return ASK_AGAIN
         pages = self._restorable_pages(answer, len(hashes))
-        if pages == 0 or pages * self._block_tokens < self._config.min_load_tokens:
+        if pages == 0 or pages * self._block_tokens < self.link.config.min_load_tokens:
             tracked.ask_after = self._allowance.now + MISS_IS_OLD_S
             if answer.leases:
                 tracked.to(Phase.READY)  # and back at once, which returns the leases
@@ -343,11 +274,11 @@ class SchedulerHalf:
     def _load(self, tracked: Tracked, block_ids: list[int], num_external_tokens: int) -> Load:
         """Bind the lease to the blocks. What does not fit together any more becomes a load that fails at once."""
         size, first = self._block_tokens, tracked.first
-        ready, hashes, adopted = tracked.ready, tracked.hashes, self._adopted
+        ready, hashes, client = tracked.ready, tracked.hashes, self.link.client
         pages = num_external_tokens // size
         blocks = tuple(block_ids[first : first + pages])
         given_up = Load(tracked.id, "", (), blocks)
-        if ready is None or hashes is None or adopted is None or pages * size != num_external_tokens:
+        if ready is None or hashes is None or client is None or pages * size != num_external_tokens:
             return given_up
         if guard("vllm-hash-slice") and (
             pages > ready.pages
@@ -360,28 +291,39 @@ class SchedulerHalf:
             return given_up
         tracked.restored = (first, first + pages)
         # A lease is used for all of its pages; those that the engine has no block for are skipped.
-        return Load(tracked.id, adopted.boot_id, ready.leases, blocks + (-1,) * (ready.pages - pages))
-
-    def tier_of(self, request: Any) -> str:
-        """Where the pages of the request's load are: "dram"."""
-        return "dram"
+        return Load(tracked.id, client.boot_id, ready.leases, blocks + (-1,) * (ready.pages - pages))
 
     # --- step
 
     def build_step_metadata(self, scheduler_output: Any) -> StepMetadata:
         """Return what the workers do in this step."""
         if not self._allowance.now:
-            self._begin_step()
-        step = StepMetadata(loads=self._loads, held=frozenset(self._newly_held))
+            self.link.begin_step()
+        step = StepMetadata(
+            loads=self._loads,
+            preempted=frozenset(scheduler_output.preempted_req_ids or ()),
+            held=frozenset(self._newly_held),
+        )
         self._loads, self._newly_held = [], set()
-        preempted = scheduler_output.preempted_req_ids
-        if preempted:
-            step.preempted = frozenset(preempted)
-            for request_id in preempted:
-                tracked = self._tracked.get(request_id)
-                if tracked is not None and tracked.request.num_preemptions != tracked.preemptions:
-                    self._restart(tracked)
-        keep = self._adopted is not None and not self._allowance.open
+        self._allowance.end()
+        if self._awaiting_compute:
+            self._awaiting_compute.difference_update(scheduler_output.num_scheduled_tokens)
+        try:
+            self._plan(step, scheduler_output)
+        except Exception:
+            # What is in the step already must reach the workers, whatever becomes of this step's saves.
+            if not guard("vllm-contained"):
+                raise
+            logger.exception("OrbitKV: saves of a step are left out")
+            self.stats.add("errors")
+        return step
+
+    def _plan(self, step: StepMetadata, scheduler_output: Any) -> None:
+        for request_id in step.preempted:
+            tracked = self._tracked.get(request_id)
+            if tracked is not None and tracked.request.num_preemptions != tracked.preemptions:
+                self._restart(tracked)
+        keep = self.link.client is not None and not self._allowance.open
         drafts = scheduler_output.scheduled_spec_decode_tokens
         size = self._block_tokens
         computed_only = guard("vllm-computed-only")
@@ -400,10 +342,6 @@ class SchedulerHalf:
                 full = min(full, (request.num_computed_tokens + scheduled - len(drafts.get(request_id, ()))) // size)
             if full > tracked.saved:
                 self._plan_saves(step, tracked, full)
-        if self._awaiting_compute:
-            self._awaiting_compute.difference_update(scheduler_output.num_scheduled_tokens)
-        self._allowance.end()
-        return step
 
     def _plan_saves(self, step: StepMetadata, tracked: Tracked, full: int) -> None:
         """Hand over the blocks up to `full`, but not those that came from the cache."""
@@ -442,9 +380,9 @@ class SchedulerHalf:
             if tracked is None:
                 continue
             tracked.to(Phase.SETTLED)
-            if self._adopted is not None:
+            if self.link.client is not None:
                 # The lease was used; or it was not, and returns by this.
-                self._adopted.client.cancel_query(tracked.id)
+                self.link.client.cancel_query(tracked.id)
         for request_id in output.finished_sending or ():
             self._held.discard(request_id)
 
@@ -456,7 +394,9 @@ class SchedulerHalf:
                 # The blocks are computed now, and are kept then as any others.
                 tracked.saved, tracked.restored = 0, (0, 0)
         for number, count in report.ended.items():
-            sent = self._saves[number]
+            sent = self._saves.get(number)
+            if sent is None:
+                continue
             sent.remaining -= count
             sent.kept += report.kept.get(number, 0)
             if sent.remaining <= 0:
@@ -494,30 +434,7 @@ class SchedulerHalf:
         """Forget what was stored, for this engine; false while anything is tracked."""
         if self._tracked or self._restoring or self._saves or self._held:
             return False
-        self._begin_step()
-        adopted = self._adopted
-        try:
-            if adopted is not None and not self._allowance.open:
-                self._key_generation = self._allowance.call(
-                    lambda timeout_ms: adopted.client.reset_instance(self._instance, timeout_ms=timeout_ms), RESET_S
-                )
-            else:
-                self._reset_later()
-        except OrbitKVError as error:
-            if error.kind is ErrorKind.BUSY:
-                return False
-            self._reset_later()
-        finally:
-            self._allowance.end()
-        if self._events is not None:
-            self._events.cleared()
-        return True
-
-    def _reset_later(self) -> None:
-        """Nothing is asked before the next attachment, which resets first."""
-        self._resets += 1
-        if self._adopted is not None:
-            self._lose("an external reset could not be carried out at once")
+        return self.link.reset()
 
     # --- events and stats
 
@@ -528,7 +445,7 @@ class SchedulerHalf:
     def take_stats(self) -> OrbitKVStats | None:
         """Return what changed since the last call."""
         levels = {
-            "attached": int(self._adopted is not None and self._serving),
+            "attached": int(self.link.client is not None and self.link.serving),
             "admission_gate": int(self._gate),
             "pending_queries": sum(tracked.phase is Phase.LOADING for tracked in self._tracked.values()),
             "pending_restores": len(self._restoring),
@@ -540,6 +457,9 @@ class SchedulerHalf:
             if self._levels.get(name) != value:
                 self._levels[name] = value
                 self.stats.level(name, value)
+        if self._allowance.trips != self._trips:
+            self.stats.add("breaker_trips", self._allowance.trips - self._trips)
+            self._trips = self._allowance.trips
         if self.stats.is_empty():
             return None
         taken, self.stats = self.stats, OrbitKVStats()
@@ -547,96 +467,11 @@ class SchedulerHalf:
 
     # --- internals
 
-    def _begin_step(self) -> None:
-        allowance = self._allowance
-        allowance.begin()
-        if self._adopted is not self._attachment.published:
-            if self._adopted is not None:
-                self._drop()
-            published = self._attachment.take()
-            if published is not None:
-                self._adopt(published)
-        adopted = self._adopted
-        if adopted is None:
-            return
-        if adopted.client.lost is not None:
-            self._lose(str(adopted.client.lost))
-            return
-        try:
-            if allowance.probe_due():
-                allowance.call(lambda timeout_ms: adopted.client.health(timeout_ms=timeout_ms), PROBE_S)
-                allowance.close()
-                logger.info("OrbitKV: the agent answers again")
-            if allowance.open:
-                return
-            if not self._state_known or adopted.client.instance_changed():
-                self._state_known = False
-                state = allowance.call(
-                    lambda timeout_ms: adopted.client.attach_instance(
-                        self._instance, events=self._events is not None, timeout_ms=timeout_ms
-                    )
-                )
-                self._take_state(state)
-            if self._events is not None:
-                news = allowance.call(lambda timeout_ms: adopted.client.take_events(self._instance, timeout_ms))
-                if news is not None:
-                    self._take_news(news)
-        except OrbitKVError as error:
-            self._failed_call(error)
-
-    def _adopt(self, published: SchedulerAttachment) -> None:
-        if published.resets < self._resets:
-            self._attachment.renew(published, "an external reset has to be carried out first")
-            self._attachment.give_back(published)
-            return
-        self._adopted = published
-        self._config = published.config
-        self._allowance.close()
-        self._take_state(published.state)
-        self._state_known = False
-
-    def _take_state(self, state: InstanceState) -> None:
-        self._state_known = True
-        if self._serving != state.serving:
-            logger.info("OrbitKV: %s", "serving" if state.serving else f"not serving: {state.missing or state.off}")
-        self._serving = state.serving
-        if state.off:
-            self._say_once("off", f"OrbitKV is off for this engine, which serves on without it: {state.off}")
-
-    def _take_news(self, news: Any) -> None:
-        assert self._events is not None
-        if news.lost:
-            self._events.cleared()
-            return
-        for part in news.removed:
-            size = part.hash_bytes
-            self._events.removed([part.blob[i : i + size] for i in range(0, len(part.blob), size)])
-
-    def _failed_call(self, error: OrbitKVError) -> None:
-        if error.kind is ErrorKind.TIMEOUT:
-            self.stats.add("breaker_trips")
-            self._say_once("slow", "OrbitKV: the agent did not answer within a step; requests compute until it does")
-        elif error.kind in (ErrorKind.UNAVAILABLE, ErrorKind.CLOSED):
-            self._lose(str(error))
-        elif error.kind is not ErrorKind.BUSY:
-            self._say_once(f"refused-{error.kind}", f"OrbitKV: the agent refused a call: {error}")
-
-    def _lose(self, why: str) -> None:
-        """The agent is gone: let go of the client and have another one made."""
-        assert self._adopted is not None
-        self._attachment.renew(self._adopted, why)
-        self._drop()
-
-    def _drop(self) -> None:
-        adopted, self._adopted = self._adopted, None
-        assert adopted is not None
-        self._serving = False
+    def _forget_lookups(self) -> None:
+        """The client is gone, and with it every query and lease that was not handed to the workers."""
         for tracked in self._tracked.values():
             if tracked.phase in (Phase.LOADING, Phase.READY):
-                tracked.to(Phase.IDLE)  # its query and lease ended with the client
-        if self._events is not None:
-            self._events.cleared()
-        self._attachment.give_back(adopted)
+                tracked.to(Phase.IDLE)
 
     def _restart(self, tracked: Tracked) -> None:
         """The request was preempted: its blocks are gone, and it is looked up as if it were new."""
@@ -653,10 +488,5 @@ class SchedulerHalf:
         """Whatever was asked does not matter any more."""
         if tracked.phase in (Phase.LOADING, Phase.READY):
             tracked.to(Phase.IDLE)
-            if self._adopted is not None:
-                self._adopted.client.cancel_query(tracked.id)
-
-    def _say_once(self, key: str, text: str) -> None:
-        if key not in self._said:
-            self._said.add(key)
-            logger.warning("%s", text)
+            if self.link.client is not None:
+                self.link.client.cancel_query(tracked.id)

@@ -59,6 +59,8 @@ class AgentPart(TypedDict):
     pid: int
     socket_path: str
     uptime_seconds: float
+    longest_turn_ms: float
+    """Most processor time that the owner thread spent on one request or timer."""
     draining: bool
 
 

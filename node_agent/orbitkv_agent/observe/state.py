@@ -39,6 +39,7 @@ def make_snapshot(agent: Agent) -> Snapshot:
             pid=os.getpid(),
             socket_path=agent.config.socket_path,
             uptime_seconds=agent.loop.now() - agent.started,
+            longest_turn_ms=agent.loop.longest_turn_s * 1000,
             draining=agent.draining,
         ),
         pool=PoolPart(

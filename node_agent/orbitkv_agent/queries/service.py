@@ -119,8 +119,7 @@ class QueryService:
         """
         known = session.operations.get(message.operation)
         if known is not None:
-            if message.revision < known.revision and guard("stale-revision"):
-                raise stale(f"operation {message.operation} is at revision {known.revision} already")
+            _check_revision(known, message.revision)
             if message.revision == known.revision:
                 if known.hashes != message.hashes and guard("same-hashes"):
                     raise invalid(
@@ -160,8 +159,7 @@ class QueryService:
         operation = session.operations.get(message.operation)
         if operation is None or message.revision > operation.revision:
             return Nothing("gone")
-        if message.revision < operation.revision and guard("stale-revision"):
-            raise stale(f"operation {message.operation} is at revision {operation.revision} already")
+        _check_revision(operation, message.revision)
         return self._answer(operation)
 
     def cancel(self, session: Session, numbers: Sequence[int]) -> None:
@@ -524,6 +522,12 @@ class QueryService:
                 return True
             full_sessions.add(session)
         return False
+
+
+def _check_revision(operation: QueryOperation, revision: int) -> None:
+    """What was asked for before is not answered with what is asked for now."""
+    if revision < operation.revision and guard("stale-revision"):
+        raise stale(f"operation {operation.number} is at revision {operation.revision} already")
 
 
 def check_hashes(part: GroupHashes) -> int:

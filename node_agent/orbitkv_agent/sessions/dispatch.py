@@ -41,7 +41,10 @@ class Dispatcher:
             if not sequence:
                 logger.debug("%s: a request without reply was refused: %s", session, error)
         except msgspec.MsgspecError as error:
-            logger.warning("%s: unreadable request: %s", session, error)
+            # Once a session: it is told of each, and a log that it can fill at will helps nobody.
+            level = logging.DEBUG if session.complained_of else logging.WARNING
+            session.complained_of = True
+            logger.log(level, "%s: unreadable request: %s", session, error)
             reply = Refusal(ErrorKind.INVALID, f"the agent cannot read this request: {error}")
         except Exception:
             logger.exception("%s: internal error; please report it", session)

@@ -18,7 +18,6 @@ from orbitkv.protocol.messages import (
     ResetInstance,
     Unregister,
 )
-from orbitkv_agent.guards import guard
 from orbitkv_agent.loop import Loop
 from orbitkv_agent.observe.counters import Counters
 from orbitkv_agent.queries.leases import handle_numbers
@@ -26,12 +25,12 @@ from orbitkv_agent.queries.service import MAX_HASH_BYTES, QueryService
 from orbitkv_agent.sessions.errors import Refused, invalid, stale
 from orbitkv_agent.sessions.instances import Instance, Instances, Registration
 from orbitkv_agent.sessions.layout import check_register
+from orbitkv_agent.sessions.session import Session, is_own
 from orbitkv_agent.sessions.spaces import KeySpaces
 from orbitkv_agent.store.cache import PageCache
 
 if TYPE_CHECKING:
     from orbitkv_agent.devices.host import HostDevice
-    from orbitkv_agent.sessions.session import Session
 
 logger = logging.getLogger(__name__)
 
@@ -176,7 +175,7 @@ class Membership:
             Refused: STALE, it is not this session's, or retired.
         """
         registration = self._registrations.get(number)
-        if registration is None or (registration.session is not session and guard("own-session")):
+        if registration is None or not is_own(registration.session, session):
             raise stale(f"registration {number} is not alive in this session; register again")
         return registration
 

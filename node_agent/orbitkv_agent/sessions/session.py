@@ -66,6 +66,11 @@ class SessionEvents:
         raise NotImplementedError
 
 
+def is_own(owner: Session, session: Session) -> bool:
+    """Whether what `owner` got may be used, or its end be reported, by `session`."""
+    return owner is session or not guard("own-session")
+
+
 class Session:
     """A connection and what hangs on it.
 
@@ -77,6 +82,7 @@ class Session:
         operations: query operations by the client's number.
         registrations, saves, restores: by the agent's number.
         arenas: ids of the arenas whose descriptors were passed to the client and not reported unmapped.
+        complained_of: the log has a warning about its requests.
         retired_arenas: those among them that the client should unmap.
     """
 
@@ -95,6 +101,7 @@ class Session:
         self.arenas: set[int] = set()
         self.retired_arenas: set[int] = set()
         self.last_heard = loop.now()
+        self.complained_of = False
         self._loop = loop
         self._events = events
         self._socket = connection

@@ -130,3 +130,23 @@ def test_deadlines_expire_in_order_unless_discarded(loop: Loop, clock: Clock) ->
     clock.now += 10
     loop.run_once(0)
     assert expired == ["b", "a", "d"]
+
+
+def test_what_expires_may_start_its_time_again_and_a_defect_stops_no_other(loop: Loop, clock: Clock) -> None:
+    expired: list[str] = []
+
+    def again(key: str) -> None:
+        expired.append(key)
+        deadlines.add(key)
+        if len(expired) == 1:
+            raise RuntimeError("a defect")
+
+    deadlines: Deadlines[str] = Deadlines(loop, 10, again)
+    deadlines.add("a")
+    deadlines.add("b")
+    for _ in range(5):
+        clock.now += 10
+        loop.run_once(0)
+        loop.run_once(0)
+    assert expired == ["a", "b"] * 5
+    assert len(loop._timers) == 1, "timers do not multiply"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from orbitkv.protocol.errors import ErrorKind
 from orbitkv.protocol.messages import RecordRef, RestoreDone, RestorePlan, StartRestore
@@ -18,10 +17,8 @@ from orbitkv_agent.queries.leases import Lease, handle_numbers
 from orbitkv_agent.queries.service import QueryService
 from orbitkv_agent.sessions.errors import stale
 from orbitkv_agent.sessions.instances import Registration
+from orbitkv_agent.sessions.session import Session, is_own
 from orbitkv_agent.transfers.plans import PlanRefused, check_blocks, group_of, same_groups
-
-if TYPE_CHECKING:
-    from orbitkv_agent.sessions.session import Session
 
 
 @dataclass(eq=False, slots=True)
@@ -109,7 +106,7 @@ class Restores:
             Refused: STALE, no such restore of this session is in flight.
         """
         restore = self._restores.get(message.restore)
-        if restore is None or (restore.session is not session and guard("own-session")):
+        if restore is None or not is_own(restore.session, session):
             raise stale(f"restore {message.restore} is not in flight in this session")
         faults.hit("restore-done")
         self._end(restore, copied=message.copied)
@@ -152,12 +149,12 @@ class Restores:
             )
         leased = lease.pages.pages
         size = 0
-        if guard("restore-shape"):
+        exact = guard("restore-shape")
+        if exact:
             same_groups([part.group for part in message.blocks], [part.group for part in leased])
-        for part, pages in zip(message.blocks, leased, strict=False):
+        for part, pages in zip(message.blocks, leased, strict=exact):
             group = group_of(registration, part.group)
-            count = pages.count if guard("restore-shape") else len(part.blob) // 4
-            blocks = check_blocks(part, group, count)
+            blocks = check_blocks(part, group, pages.count if exact else len(part.blob) // 4)
             size += int((blocks >= 0).sum()) * group.page_bytes
         return lease, size
 

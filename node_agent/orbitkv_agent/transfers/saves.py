@@ -20,7 +20,6 @@ from orbitkv.protocol.messages import (
 )
 from orbitkv.protocol.records import RecordState
 from orbitkv_agent import faults
-from orbitkv_agent.guards import guard
 from orbitkv_agent.loop import Loop
 from orbitkv_agent.observe.counters import Counters
 from orbitkv_agent.queries.leases import handle_numbers
@@ -28,6 +27,7 @@ from orbitkv_agent.queries.service import check_hashes
 from orbitkv_agent.sessions.errors import Refused, stale
 from orbitkv_agent.sessions.instances import Instance, Registration
 from orbitkv_agent.sessions.layout import GroupLayout
+from orbitkv_agent.sessions.session import Session, is_own
 from orbitkv_agent.sessions.spaces import KeySpaces
 from orbitkv_agent.store.cache import PageCache, Reservation
 from orbitkv_agent.store.index import KeySpace
@@ -35,7 +35,6 @@ from orbitkv_agent.transfers.plans import Blocks, PlanRefused, check_blocks, gro
 
 if TYPE_CHECKING:
     from orbitkv_agent.sessions.membership import Membership
-    from orbitkv_agent.sessions.session import Session
 
 MAX_SAVES: Final = 1024
 """Saves of one session that may be in flight, and in one batch."""
@@ -145,7 +144,7 @@ class Saves:
             Refused: STALE, no such save of this session is in flight.
         """
         save = self._saves.get(message.save)
-        if save is None or (save.session is not session and guard("own-session")):
+        if save is None or not is_own(save.session, session):
             raise stale(f"save {message.save} is not in flight in this session")
         faults.hit("save-commit")
         if not message.copied:

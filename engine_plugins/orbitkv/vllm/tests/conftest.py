@@ -31,10 +31,10 @@ def agent() -> FakeAgent:
 @pytest.fixture
 def start(model_folder: Path, agent: FakeAgent, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Engine]]:
     """Starts engines on the fake agent."""
-    from orbitkv.vllm import scheduler
+    from orbitkv.vllm import link
     from orbitkv.vllm.tests.scheduling import Engine
 
-    monkeypatch.setattr(scheduler, "connect", lambda config, name, timeout_ms: FakeClient(agent))
+    monkeypatch.setattr(link, "connect", lambda config, name, timeout_ms: FakeClient(agent))
     engines: list[Engine] = []
 
     def make(**options: Any) -> Engine:

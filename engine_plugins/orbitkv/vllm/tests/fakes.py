@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -50,6 +51,16 @@ class FakeAgent:
     waited_ms: list[float] = field(default_factory=list)
 
 
+class _Word:
+    """A record that says whether the agent is loading."""
+
+    def __init__(self, agent: FakeAgent) -> None:
+        self.agent = agent
+
+    def __getitem__(self, index: int) -> int:
+        return int(self.agent.loading)
+
+
 class FakeClient:
     """The client's calls that the scheduler's half makes."""
 
@@ -74,6 +85,7 @@ class FakeClient:
         if timeout_ms is not None:
             self.agent.waited_ms.append(timeout_ms)
         if self.agent.silent:
+            time.sleep(min(timeout_ms or 0.0, 50.0) / 1000)
             raise OrbitKVError(ErrorKind.TIMEOUT, "the OrbitKV agent did not answer in time")
 
     def health(self, timeout_ms: float | None = None) -> tuple[bool, str]:
@@ -147,8 +159,8 @@ class FakeClient:
         self._ready[request_id] = (list(hashes), ready)
         return ready
 
-    def query_loading(self, request_id: str) -> bool:
-        return self.agent.loading and request_id in self._loading
+    def query_watch(self, request_id: str) -> Any:
+        return _Word(self.agent), 0, 1
 
     def cancel_query(self, request_id: str, told: bool = True) -> None:
         self._loading.pop(request_id, None)

@@ -22,6 +22,7 @@ def example_snapshot() -> Snapshot:
             "pid": 4711,
             "socket_path": "/tmp/orbitkv-50055.sock",
             "uptime_seconds": 3725.4,
+            "longest_turn_ms": 1.2,
             "draining": False,
         },
         "pool": {

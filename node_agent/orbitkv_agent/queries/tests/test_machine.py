@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 from hypothesis import HealthCheck, settings
+from hypothesis import Phase as HypothesisPhase
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -323,5 +324,6 @@ TestAgentMachine.settings = settings(
     max_examples=40,
     stateful_step_count=50,
     deadline=None,
+    phases=[HypothesisPhase.explicit, HypothesisPhase.reuse, HypothesisPhase.generate],  # shrinking takes minutes
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )

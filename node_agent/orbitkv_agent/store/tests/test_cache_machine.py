@@ -26,7 +26,7 @@ def page_bytes(space: KeySpace, shard: int) -> int:
     return (1 + shard + (space.namespace.name == "blue")) * UNIT - 96
 
 
-@dataclass
+@dataclass(eq=False)
 class Lease:
     entries: Entries
     generations: np.ndarray

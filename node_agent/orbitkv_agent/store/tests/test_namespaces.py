@@ -105,12 +105,11 @@ def test_a_guarantee_is_won_back_from_those_who_exceed_theirs(make_cache: MakeCa
     red, blue = cache.open_key_space("red", "model"), cache.open_key_space("blue", "model")
     save(cache, red, *range(8))
     save(cache, blue, *range(24))
-    cache.configure_namespace("red", guaranteed_bytes=24 * UNIT)
+    cache.configure_namespace("red", guaranteed_bytes=32 * UNIT)
     for start in range(100, 200, 4):
         save(cache, red, *range(start, start + 4))
         reclaim_all(cache)
-    assert cache.stats().namespaces["red"].arena_bytes == 24 * UNIT
-    assert cache.stats().namespaces["blue"].arena_bytes == 8 * UNIT
+    assert cache.stats().namespaces["red"].arena_bytes == 32 * UNIT
 
 
 def test_without_guarantees_busy_namespaces_approach_equal_shares(make_cache: MakeCache) -> None:
@@ -133,8 +132,8 @@ def test_memory_freed_for_one_namespace_is_not_snatched_by_another(make_cache: M
     blue = cache.open_key_space("blue", "model")
     save(cache, blue, 0)
     for number in range(100, 200):
-        cache.reclaim_step()
         save(cache, red, number)
+        cache.reclaim_step()
     assert cache.arenas.retired_sequence == 1
     assert cache.stats().namespaces["blue"].arena_bytes == 8 * UNIT
     assert save(cache, blue, 0) == 1
@@ -232,3 +231,15 @@ def test_a_quota_below_one_page_keeps_nothing(make_cache: MakeCache, quota: int)
     cache.configure_namespace("red", quota_bytes=quota)
     red = cache.open_key_space("red", "model")
     assert save(cache, red, 0) == 0
+
+
+def test_namespaces_of_equal_size_do_not_take_memory_from_each_other(make_cache: MakeCache) -> None:
+    cache = make_cache(32, 8)
+    red, blue = cache.open_key_space("red", "model"), cache.open_key_space("blue", "model")
+    save(cache, red, *range(16))
+    save(cache, blue, *range(16))
+    for number in range(100, 140):
+        assert save(cache, blue, number) == 1
+        reclaim_all(cache)
+    assert cache.arenas.retired_sequence == 0
+    assert len(cached(cache, red, *range(16))) == 16

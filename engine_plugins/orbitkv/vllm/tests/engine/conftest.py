@@ -1,7 +1,6 @@
 """What the tests share: models, a nursery that starts engines fast, one agent, and one engine for tests that
 harm nothing."""
 
-import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -9,13 +8,30 @@ from typing import Any
 
 import pytest
 
-from orbitkv.vllm.tests.engine.models import AgentMaker, EngineMaker, Models, Pair, make_models
+from orbitkv.vllm.tests.engine.models import (
+    PATIENT,
+    PATIENT_SETTINGS,
+    AgentMaker,
+    EngineMaker,
+    Models,
+    Pair,
+    Service,
+    make_models,
+)
 from tools.harness.agent import AgentProcess
 from tools.harness.engine import EngineProcess, EngineSpec, Nursery, orbitkv_connector
+from tools.harness.serve import ServeProcess
 
-PATIENT = {"ORBITKV_TEST_GUARD_OFF": os.environ.get("ORBITKV_TEST_GUARD_OFF", "vllm-step-allowance")}
-"""On a busy machine the agent can take longer than the 5 ms that a step waits for it, and then the engine rightly
-computes. Tests of what is restored need an engine that waits; the tests of faults leave the allowance in force."""
+ORDER = ["restore", "restart", "pressure", "cancellation", "modes", "http", "faults"]
+"""The tests of faults come last: they look at times, and nothing else starts then."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts the tests of this folder in order, at the end."""
+    here = Path(__file__).parent
+    ours = [item for item in items if item.path.parent == here]
+    items[:] = [item for item in items if item.path.parent != here]
+    items += sorted(ours, key=lambda item: ORDER.index(item.path.stem.removeprefix("test_")))
 
 
 @pytest.fixture(scope="session")
@@ -46,9 +62,22 @@ def agent(folder: Path) -> Iterator[AgentProcess]:
 def shared(folder: Path, agent: AgentProcess, nursery: Nursery, models: Models) -> Iterator[Pair]:
     """One engine and its agent, for tests that leave both as they found them but for what is cached."""
     arguments = {"kv_events_endpoint": f"ipc://{folder}/events"}
-    spec = EngineSpec(models.llama, orbitkv_connector(agent.socket_path), arguments, PATIENT)
+    spec = EngineSpec(models.llama, orbitkv_connector(agent.socket_path, **PATIENT_SETTINGS), arguments, PATIENT)
     with EngineProcess(folder, spec, "shared", nursery) as engine:
         yield Pair(engine.ready(), agent)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def service_in_advance(request: pytest.FixtureRequest, folder: Path) -> Iterator[Service | None]:
+    """`vllm serve`, which takes a minute to start: it does so beside the tests that come before those that need it."""
+    if not any(item.path.stem == "test_http" for item in request.session.items):
+        yield None
+        return
+    models = request.getfixturevalue("models")
+    with AgentProcess(folder, "http-agent") as agent:
+        arguments = ["--enable-prompt-tokens-details"]
+        with ServeProcess(folder, models.llama, orbitkv_connector(agent.socket_path), arguments) as server:
+            yield Service(server, agent)
 
 
 @pytest.fixture(scope="session")
@@ -81,7 +110,8 @@ def start_engine(
             count += 1
             if agent is not None:
                 path = agent if isinstance(agent, Path) else agent.socket_path
-                connector = {**orbitkv_connector(path, **(settings or {})), **(connector or {})}
+                chosen = {**(PATIENT_SETTINGS if patient else {}), **(settings or {})}
+                connector = {**orbitkv_connector(path, **chosen), **(connector or {})}
             spec = EngineSpec(
                 model or models.llama, connector, arguments, {**(PATIENT if patient else {}), **(environment or {})}
             )

@@ -1,5 +1,6 @@
-"""The models that the engines serve, and the types of what the fixtures hand out."""
+"""What engines are started with, and the types of what the fixtures hand out."""
 
+import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -7,9 +8,16 @@ from typing import NamedTuple
 
 from tools.harness.agent import AgentProcess
 from tools.harness.engine import ROOT, EngineProcess, engine_environment, engine_python
+from tools.harness.serve import ServeProcess
 
 EngineMaker = Callable[..., EngineProcess]
 AgentMaker = Callable[..., AgentProcess]
+
+PATIENT = {"ORBITKV_TEST_GUARD_OFF": os.environ.get("ORBITKV_TEST_GUARD_OFF", "vllm-step-allowance")}
+PATIENT_SETTINGS = {"timeout_ms": 60_000, "max_wait_ms": 60_000}
+"""On a busy machine the agent, or the thread that copies, can take longer than the 5 ms that a step waits for an
+answer or the 2 s that a request waits for its pages, and then the engine rightly computes. Tests of what is restored
+need an engine that waits; the tests of faults and those over HTTP leave these bounds as they are."""
 
 MAKE = """
 import sys
@@ -37,6 +45,13 @@ class Pair(NamedTuple):
     """An engine, and the agent that it is attached to."""
 
     engine: EngineProcess
+    agent: AgentProcess
+
+
+class Service(NamedTuple):
+    """A server and the agent that it is attached to."""
+
+    server: ServeProcess
     agent: AgentProcess
 
 

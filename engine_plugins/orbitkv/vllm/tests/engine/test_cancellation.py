@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from orbitkv.client import QueryReady
 from orbitkv.vllm.tests.engine.checks import assert_same_answer, full_blocks, saved, tokens
-from orbitkv.vllm.tests.engine.models import Models, Pair
+from orbitkv.vllm.tests.engine.models import PATIENT, Models, Pair
+from orbitkv.vllm.tests.engine.stand_in import PAGE_BYTES, StandIn, chain
 from tools.harness.agent import AgentProcess
 from tools.harness.engine import Answer, EngineProcess, EngineSpec, Nursery, Prompt, orbitkv_connector
 from tools.harness.process import wait_until
@@ -140,26 +142,40 @@ def test_cancelled_after_its_end_while_its_blocks_are_held(cancelled: Pair) -> N
     assert status in ("FINISHED_LENGTH_CAPPED", "GONE")
 
 
-def test_cancelled_while_its_lookup_is_loading(folder: Path, nursery: Nursery, models: Models, tmp_path: Path) -> None:
-    """Loading lasts while other queries hold the budget; here it is smaller than what two requests need."""
-    with AgentProcess(folder, "loading-agent", pool="64Mi", instance_budget="256Ki") as agent:
+def test_cancelled_while_its_lookup_is_loading(folder: Path, nursery: Nursery, models: Models) -> None:
+    """A lookup loads while others hold the byte budget: here another engine, which keeps what it was promised."""
+    with AgentProcess(folder, "loading-agent", pool="64Mi", query_budget_percent=1) as agent:
         connector = orbitkv_connector(agent.socket_path, max_wait_ms=60_000)
-        spec = EngineSpec(models.llama, connector, {"num_gpu_blocks_override": BLOCKS})
+        spec = EngineSpec(models.llama, connector, {"num_gpu_blocks_override": BLOCKS}, PATIENT)
         with EngineProcess(folder, spec, "loading", nursery) as engine:
+            engine.ready().ask(PROMPT)
             expected = engine.ask(PROMPT, logprobs=1)
-            other = tokens("holds the budget", 400)
-            engine.ask(other)
             saved(engine, agent)
+            holder = StandIn(str(agent.socket_path), "holder")
+            pages = chain("held", (64 << 20) // 100 // PAGE_BYTES)
+            holder.worker.wait_save(holder.start_save(pages, range(len(pages))), 20)
+            promised = holder.query("held", pages)
+            assert isinstance(promised, QueryReady) and promised.pages == len(pages), f"{promised}"
+
             engine.reset()
             engine.call("hold", held=True)
-            engine.call("stop_process_after_hit", pid=agent.pid)
-            holder = submit(engine, other)
-            engine.call("step", count=1)  # its restore is pending, its bytes are charged
-            agent.resume()
-            waiting = submit(engine)
-            engine.call("abort", requests=[waiting])
+            request = submit(engine)
+            engine.call("step", count=3)
+            assert engine.call("status", request=request) == "WAITING", "the lookup did not stay loading"
+            assert agent.status()["query"]["outstanding"] == 2
+            other = tokens("computed meanwhile", 100)
+            [meanwhile] = engine.submit([Prompt(other)])
+            assert engine.results([meanwhile])[0].recomputed_tokens == 100, "a request behind the one that waits"
+            engine.call("abort", requests=[request])
+            engine.call("step", count=1)
+            agent.wait(lambda status: status["query"]["outstanding"] == 1, "the cancelled lookup is gone")
             engine.call("hold", held=False)
-            engine.results([holder])
             engine.settle()
+
+            holder.client.release(promised)
+            holder.close()
             agent.wait_at_rest()
-            assert_same_answer(engine.ask(PROMPT, logprobs=1), expected, "after a lookup that was cancelled")
+            engine.reset()
+            answer = engine.ask(PROMPT, logprobs=1)
+            assert answer.orbitkv_tokens == full_blocks(len(PROMPT)), "the budget is free, and nothing was restored"
+            assert_same_answer(answer, expected, "after a lookup that was cancelled")

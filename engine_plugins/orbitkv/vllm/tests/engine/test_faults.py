@@ -48,16 +48,17 @@ def wait_restored(engine: EngineProcess, agent: AgentProcess, prompt: list[int],
 class Load:
     """Requests that an engine always has some of, and the check that each is answered."""
 
-    def __init__(self, engine: EngineProcess, name: str, at_once: int = 4) -> None:
+    def __init__(self, engine: EngineProcess, name: str, *, prompts: int, at_once: int = 4) -> None:
         self._engine = engine
         self._name = name
+        self._prompts = prompts
         self._at_once = at_once
         self._open: list[str] = []
         self.answered = 0
         self._number = 0
 
     def keep_up(self) -> None:
-        """Collects what is answered and asks anew: prompts that come round again, so that there is much to restore."""
+        """Collects what is answered and asks anew; after `prompts` different prompts they come round again."""
         for request in list(self._open):
             answers = self._engine.call("results", ids=[request])
             if answers is not None:
@@ -67,7 +68,7 @@ class Load:
         new: list[Prompt] = []
         while len(self._open) + len(new) < self._at_once:
             self._number += 1
-            prompt = tokens(f"{self._name} {self._number % 7}", 200 + 40 * (self._number % 7))
+            prompt = tokens(f"{self._name} {self._number % self._prompts}", 200 + 40 * (self._number % 7))
             new.append(Prompt(prompt, max_tokens=16))
         self._open += self._engine.submit(new) if new else []
 
@@ -111,7 +112,7 @@ def test_stalled_agent_delays_no_step_and_every_request_finishes(
 ) -> None:
     agent = start_agent()
     engine = start_engine(agent, patient=False, **FEW_BLOCKS)
-    load = Load(engine, "stall")
+    load = Load(engine, "stall", prompts=1 << 30)  # none comes again: with and without hits the steps are the same work
     load.run(5)  # whatever is slow only once happens here
     engine.call("steps")
     load.run(10)
@@ -142,7 +143,7 @@ def test_agent_killed_at_random_points_under_load(
     probe = tokens("known answer", 300)
     engine.ask(probe)
     expected = engine.ask(probe, logprobs=1)
-    load = Load(engine, "agent killed")
+    load = Load(engine, "agent killed", prompts=7)
     load.run(1)
     wait_restored(engine, agent, probe)
     before = engine.call("threads")
@@ -169,9 +170,9 @@ def test_agent_killed_at_random_points_under_load(
 def test_engines_killed_at_random_points_under_load(folder: Path, start_agent: AgentMaker) -> None:
     """Stand-ins for engines die; one beside them lives on, and checks every page that it gets."""
     chance = random.Random(4)
-    agent = start_agent("kills-engines", pool="16Mi")
+    agent = start_agent("kills-engines", pool="4Mi")
     witness = start_stand_in(folder, agent, 0)
-    before = descriptors(agent.pid)
+    before = 0
     for kill in range(1, KILLS + 1):
         victim = start_stand_in(folder, agent, kill)
         wait_until(partial(works_or_ended, victim), "the stand-in works", 20)
@@ -179,13 +180,17 @@ def test_engines_killed_at_random_points_under_load(folder: Path, start_agent: A
         assert victim.running(), victim.failure("ended by itself")
         victim.kill9()
         assert witness.running(), witness.failure("got a wrong page, or was disturbed")
-    agent.wait(lambda status: len(status["instances"]) == 1, "all instances but the witness's are gone")
+        if kill == KILLS // 3:  # the pool has all of its arenas
+            before = descriptors_beside_one(agent)
+    after = descriptors_beside_one(agent)
+    assert after <= before, (
+        f"the agent has {after} descriptors open after {KILLS} kills, {before} after a third of them"
+    )
     witness.kill9()
     assert "wrong" not in witness.log_text()
     agent.wait_at_rest()
     status = agent.wait(lambda status: not status["instances"], "no instance is left")
     assert status["transfer"]["load_bytes"] > 0, "nothing was restored: the test shows nothing"
-    wait_until(lambda: descriptors(agent.pid) <= before, f"the agent's descriptors come back to {before}", 20)
     assert agent.stop() == 0, f"the agent did not drain: {agent.log_text()[-500:]}"
 
 
@@ -211,6 +216,7 @@ def start_stand_in(folder: Path, agent: AgentProcess, seed: int) -> ManagedProce
     return ManagedProcess(f"stand-in-{seed}", command, folder / f"stand-in-{seed}.log", agent_environment())
 
 
-def descriptors(pid: int) -> int:
-    """Open descriptors of a process."""
-    return len(os.listdir(f"/proc/{pid}/fd"))
+def descriptors_beside_one(agent: AgentProcess) -> int:
+    """The agent's open descriptors once only one instance is left, and nobody asks for its status."""
+    agent.wait(lambda status: len(status["instances"]) == 1, "all instances but the witness's are gone")
+    return min(len(os.listdir(f"/proc/{agent.pid}/fd")) for _ in range(100))

@@ -1,5 +1,8 @@
 """Other kinds of engines: several workers, speculation, a sliding window, a layout that was read wrong."""
 
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 
 from orbitkv.vllm.tests.engine.checks import (
@@ -11,24 +14,22 @@ from orbitkv.vllm.tests.engine.checks import (
     saved,
     tokens,
 )
-from orbitkv.vllm.tests.engine.models import AgentMaker, EngineMaker, Models
+from orbitkv.vllm.tests.engine.models import PATIENT, PATIENT_SETTINGS, AgentMaker, EngineMaker, Models
 from tools.harness.agent import AgentProcess
+from tools.harness.engine import EngineProcess, EngineSpec, Nursery, orbitkv_connector
 
 pytestmark = pytest.mark.timeout(300)
 
 
-def test_two_tensor_parallel_workers_restore_each_its_part(agent: AgentProcess, start_engine: EngineMaker) -> None:
-    engine = start_engine(agent, tensor_parallel_size=2, environment={"VLLM_CPU_OMP_THREADS_BIND": "0|1"})
-    prompt = tokens("two workers", 300)
-    engine.ask(prompt)
-    hbm = engine.ask(prompt, logprobs=1)
-    saved(engine, agent)
-    before = engine.blocks()
-    engine.reset()
-    restored = engine.ask(prompt, logprobs=1)
-    assert_sources(restored, hbm=0, orbitkv=full_blocks(300), what="two workers")
-    assert_same_answer(restored, hbm, "two workers")
-    assert_bit_equal(engine.blocks(), before, 300 // BLOCK, "pages of both workers")
+@pytest.fixture(scope="module", autouse=True)
+def two_workers(folder: Path, agent: AgentProcess, nursery: Nursery, models: Models) -> Iterator[EngineProcess]:
+    """An engine with two workers, which import vLLM anew: it starts beside the tests before the one that needs it."""
+    environment = {**PATIENT, "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    connector = orbitkv_connector(agent.socket_path, **PATIENT_SETTINGS)
+    spec = EngineSpec(models.llama, connector, {"tensor_parallel_size": 2}, environment)
+    with EngineProcess(folder, spec, "two-workers", nursery) as engine:
+        engine.begin()
+        yield engine
 
 
 def test_speculation_saves_accepted_tokens_only(agent: AgentProcess, start_engine: EngineMaker) -> None:
@@ -89,3 +90,17 @@ def test_wrong_strides_are_caught_and_the_engine_serves_on(start_agent: AgentMak
     status = agent.status()
     assert status["sessions"]["layout_proofs"] == {"mismatch": 1}, f"{status['sessions']['layout_proofs']}"
     assert status["cache"]["resident_bytes"] == 0, "pages were kept although the layout is not proven"
+
+
+def test_two_tensor_parallel_workers_restore_each_its_part(agent: AgentProcess, two_workers: EngineProcess) -> None:
+    engine = two_workers.ready()
+    prompt = tokens("two workers", 300)
+    engine.ask(prompt)
+    hbm = engine.ask(prompt, logprobs=1)
+    saved(engine, agent)
+    before = engine.blocks()
+    engine.reset()
+    restored = engine.ask(prompt, logprobs=1)
+    assert_sources(restored, hbm=0, orbitkv=full_blocks(300), what="two workers")
+    assert_same_answer(restored, hbm, "two workers")
+    assert_bit_equal(engine.blocks(), before, 300 // BLOCK, "pages of both workers")

@@ -1,6 +1,8 @@
 """Pages that leave the engine's cache and come back: the same bytes, and the same answers as from the engine's
 own cache."""
 
+from pathlib import Path
+
 import pytest
 
 from orbitkv.vllm.tests.engine.checks import (
@@ -13,7 +15,7 @@ from orbitkv.vllm.tests.engine.checks import (
     saved,
     tokens,
 )
-from orbitkv.vllm.tests.engine.models import Pair
+from orbitkv.vllm.tests.engine.models import AgentMaker, EngineMaker, Pair
 from tools.harness.engine import Prompt
 
 pytestmark = pytest.mark.timeout(300)  # the first test of the session starts the nursery, the models and the engine
@@ -195,6 +197,19 @@ def test_kv_events_tell_a_subscriber_what_is_cached(shared: Pair) -> None:
     heard = engine.call("events")
     assert in_hbm <= set(heard.get("CPU", [])), "a reset of HBM left OrbitKV's pages cached"
     assert not in_hbm & set(heard.get("GPU", [])), "after a reset of HBM nothing of it is said to be in HBM"
+
+
+def test_kv_events_tell_what_was_evicted(start_agent: AgentMaker, start_engine: EngineMaker, folder: Path) -> None:
+    agent = start_agent(pool="1Mi")  # 64 pages
+    engine = start_engine(agent, kv_events_endpoint=f"ipc://{folder}/evictions")
+    for number in range(12):
+        engine.ask(tokens(f"evicted {number}", 10 * BLOCK + 5), max_tokens=1)
+        saved(engine, agent)
+    engine.ask(tokens("after the evictions", 10), max_tokens=1)  # events leave with a step
+    heard = set(engine.call("events").get("CPU", []))
+    kept = sum(agent.status()["cache"]["resident_blocks"].values())
+    assert 0 < kept < 120, f"{kept} of 120 pages are kept in a pool of 64: the test shows nothing"
+    assert len(heard) == kept, f"by the events {len(heard)} pages are cached, the agent keeps {kept}"
 
 
 def test_external_reset_forgets_and_hbm_reset_does_not(shared: Pair) -> None:
