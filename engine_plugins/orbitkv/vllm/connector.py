@@ -225,10 +225,17 @@ class OrbitKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @contained(_nothing)
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Blocks were allocated, `num_external_tokens` of them for us to fill."""
-        if self._scheduler is not None:
-            ids = blocks.get_block_ids()[0] if num_external_tokens else []
-            self._scheduler.update_state_after_alloc(request, ids, num_external_tokens)
+        """Blocks were allocated, and `num_external_tokens` are for us to fill in."""
+        half = self._scheduler
+        if half is None:
+            return
+        ids = blocks.get_block_ids()[0] if num_external_tokens else []
+        try:
+            half.update_state_after_alloc(request, ids, num_external_tokens)
+        except Exception:
+            if num_external_tokens and guard("vllm-contained"):
+                half.fail_load(request.request_id, ids, num_external_tokens)
+            raise
 
     @contained(StepMetadata)
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:

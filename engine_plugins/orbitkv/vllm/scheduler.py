@@ -263,8 +263,23 @@ class SchedulerHalf:
                 self._withdraw(tracked)
             return
         load = self._load(tracked, block_ids, num_external_tokens)
-        if not load.leases:
-            self._withdraw(tracked)
+        if load.leases:
+            self._start(tracked, load)
+        else:
+            self.fail_load(tracked.id, block_ids, num_external_tokens)
+
+    def fail_load(self, request_id: str, block_ids: list[int], num_external_tokens: int) -> None:
+        """The engine waits for a load that cannot be: the workers report it as failed, and the engine computes."""
+        tracked = self._tracked.get(request_id)
+        if tracked is None or tracked.phase is Phase.RESTORING:
+            return
+        self._withdraw(tracked)
+        if tracked.phase is Phase.SETTLED:
+            tracked.to(Phase.IDLE)
+        end = tracked.first + num_external_tokens // self._block_tokens
+        self._start(tracked, Load(request_id, "", (), tuple(block_ids[tracked.first : end])))
+
+    def _start(self, tracked: Tracked, load: Load) -> None:
         tracked.to(Phase.RESTORING)
         self._restoring[tracked.id] = tracked
         self._awaiting_compute.add(tracked.id)

@@ -300,18 +300,27 @@ class QueryService:
     def _admit(self, operation: QueryOperation) -> None:
         self._places.take(operation.session)
         operation.admitted = True
-        if self._for_bytes or self._attempt(operation) is not _Outcome.SETTLED:
+        if self._for_bytes and self._serves(operation) and not (found := self._find(operation)).pages:
+            # Who finds nothing takes no bytes from those that wait for some, so it need not wait behind them.
+            self._count(operation, found)
+            self._settle(operation, Nothing("miss"))
+        elif self._for_bytes or self._attempt(operation) is not _Outcome.SETTLED:
             self._counters.query_budget_waits += 1
             self._for_bytes.append(operation.instance, operation)
 
+    @staticmethod
+    def _serves(operation: QueryOperation) -> bool:
+        """Whether its instance can hit, or its proof is still wanted."""
+        return operation.instance.serving if operation.proving is None else not operation.proving.retired
+
     def _attempt(self, operation: QueryOperation) -> _Outcome:
         """Try to answer: look up, reserve, pin, lease."""
-        instance, proving, budget = operation.instance, operation.proving, self.budget
+        instance, budget = operation.instance, self.budget
         if operation.bytes_hint:
             blocked = self._blocked(instance, operation.bytes_hint)
             if blocked is not None:
                 return blocked
-        if not instance.serving if proving is None else proving.retired:
+        if not self._serves(operation):
             return self._settle(operation, Nothing("not-serving"))
         found = self._find(operation)
         if not found.pages:
@@ -341,23 +350,26 @@ class QueryService:
             groups, space = instance.group_pages, self._spaces.of(instance, hash_bytes)
         else:
             groups, space = proving.group_pages, self._spaces.of_proof(proving, hash_bytes)
-        run = self._cache.lookup(space, {part.group: part.blob for part in hashes}, counted=False)
-        asked = sum([len(part.blob) for part in hashes]) // hash_bytes
-        first = hashes[0].group
-        step, longest = common_boundary([(groups[part.group].block_tokens, run.pages(part.group)) for part in hashes])
+        asked, entries, reach = 0, [], []
+        for part in hashes:
+            run = self._cache.lookup(space, part.group, part.blob)
+            asked += len(part.blob) // hash_bytes
+            entries.append(run)
+            reach.append((groups[part.group].block_tokens, len(run)))
+        step, longest = common_boundary(reach)
         if not longest:
             return _Found([], [], [], [], asked)
         pages: list[LeasedPages] = []
-        entries: list[Entries] = []
-        shard_bytes = [0] * len(groups[first].shard_bytes)
-        for part in hashes:
+        shard_bytes: list[int] = []
+        for index, part in enumerate(hashes):
             group = groups[part.group]
             count = longest // group.block_tokens
             pages.append(LeasedPages(part.group, 0, count))
-            entries.append(run.entries[part.group][:count])
-            for shard, size in enumerate(group.shard_bytes):
-                shard_bytes[shard] += count * size
-        tokens = groups[first].block_tokens
+            if len(entries[index]) > count:
+                entries[index] = entries[index][:count]
+            sizes = [count * size for size in group.shard_bytes]
+            shard_bytes = [a + b for a, b in zip(shard_bytes, sizes, strict=True)] if shard_bytes else sizes
+        tokens = reach[0][0]
         boundary = (step // tokens, longest // tokens, step // tokens)
         return _Found(pages, entries, shard_bytes, [boundary], asked)
 

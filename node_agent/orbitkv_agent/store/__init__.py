@@ -2,7 +2,7 @@
 
 from orbitkv_agent.store.access_log import Entries
 from orbitkv_agent.store.arenas import Arena, ArenaPool, default_arena_bytes
-from orbitkv_agent.store.cache import HitRun, PageCache, Reservation
+from orbitkv_agent.store.cache import PageCache, Reservation
 from orbitkv_agent.store.index import KeySpace
 from orbitkv_agent.store.namespaces import RetentionClass
 from orbitkv_agent.store.statistics import NamespaceStats, SizeClassStats, StoreStats
@@ -11,7 +11,6 @@ __all__ = [
     "Arena",
     "ArenaPool",
     "Entries",
-    "HitRun",
     "KeySpace",
     "NamespaceStats",
     "PageCache",

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
+from collections.abc import Hashable
 
 import numpy as np
 import numpy.typing as npt
@@ -22,18 +21,6 @@ from orbitkv_agent.store.statistics import StoreStats, collect_stats, verify_inv
 
 _PAUSE_SECONDS = 0.0015
 _ONE = np.int32(1)  # of the column's type: numpy takes another, five times slower way for a Python number
-
-
-@dataclass(frozen=True, slots=True)
-class HitRun:
-    """Leading runs of complete pages, group by group: entries to pin in the same turn of the owner's thread."""
-
-    entries: dict[int, Entries]
-
-    def pages(self, group: int) -> int:
-        """Length of the run of a group."""
-        found = self.entries.get(group)
-        return 0 if found is None else len(found)
 
 
 class Reservation:
@@ -203,22 +190,16 @@ class PageCache:
 
     # ---- queries and leases
 
-    def lookup(self, key_space: KeySpace, group_hashes: Mapping[int, bytes], *, counted: bool = True) -> HitRun:
-        """Leading runs of complete pages for the hashes of each group. Changes nothing but the hit and miss counters.
+    def lookup(self, key_space: KeySpace, group: int, hashes: bytes) -> Entries:
+        """Entries of the leading run of complete pages for these hashes: to be pinned in the same turn, or not used.
 
-        A key space that was dropped finds nothing. `counted=False` for asking again.
+        A key space that was dropped finds nothing.
         """
-        entries = {group: key_space.lookup_run(group, blob) for group, blob in group_hashes.items()}
-        if counted:
-            hits = sum(map(len, entries.values()))
-            counters = key_space.namespace.counters
-            counters.hits += hits
-            counters.misses += sum(map(len, group_hashes.values())) // key_space.hash_bytes - hits
-        return HitRun(entries)
+        return key_space.lookup_run(group, hashes)
 
     def pin(self, entries: Entries) -> None:
         """Keep complete entries, of one namespace, until `unpin`. Raises ValueError if one is not complete."""
-        if not self._entries.visible[entries].all():
+        if not self._entries.visible.take(entries).all():
             raise ValueError("Only complete entries can be pinned.")
         np.add.at(self._entries.pins, entries, _ONE)
 

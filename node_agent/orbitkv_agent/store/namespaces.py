@@ -31,8 +31,6 @@ RETAINED = int(RetentionClass.RETAINED)
 class NamespaceCounters:
     """What happened in a namespace since the start, in entries and bytes; lists are indexed by RetentionClass."""
 
-    hits: int = 0
-    misses: int = 0
     insertions: int = 0
     evictions: list[int] = field(default_factory=lambda: [0] * len(RetentionClass))
     reclaimed_bytes: int = 0

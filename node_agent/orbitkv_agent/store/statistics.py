@@ -21,8 +21,6 @@ class NamespaceStats:
     pages: int
     arena_bytes: int
     resident_blocks: dict[str, int]
-    hits: int
-    misses: int
     insertions: int
     evictions: dict[str, int]
     reclaimed_bytes: int
@@ -94,8 +92,6 @@ def _namespace_stats(namespace: Namespace, arena_bytes: int) -> NamespaceStats:
         pages=namespace.pages,
         arena_bytes=arena_bytes,
         resident_blocks={kind.name.lower(): namespace.log(kind).live for kind in EVICTION_ORDER},
-        hits=counters.hits,
-        misses=counters.misses,
         insertions=counters.insertions,
         evictions={kind.name.lower(): counters.evictions[kind] for kind in EVICTION_ORDER},
         reclaimed_bytes=counters.reclaimed_bytes,

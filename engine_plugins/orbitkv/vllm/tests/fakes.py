@@ -42,6 +42,7 @@ class FakeAgent:
     shards: int = 1
     boots: int = 0
     leases: set[int] = field(default_factory=set)
+    leased: dict[int, list[bytes]] = field(default_factory=dict)
     cancelled: list[str] = field(default_factory=list)
     queries: list[tuple[str, int]] = field(default_factory=list)
     generation: int = 0
@@ -148,6 +149,7 @@ class FakeClient:
             return QueryReady(reason="miss")
         leases = tuple(next(self._numbers) for _ in range(self.agent.shards))
         self.agent.leases.update(leases)
+        self.agent.leased.update({lease: [hashes[0][i] for i in range(count)] for lease in leases})
         ready = QueryReady(
             leases=leases,
             pages=count,
@@ -193,6 +195,15 @@ class FakeWorkers:
         self.saved: list[Save] = []
         self.preempted: list[frozenset[str]] = []
         self.held: set[str] = set()
+        self.void: set[int] = set()
+
+    def restore(self, load: Load) -> None:
+        """The bytes of a load arrive; tests that have memory put them there."""
+
+    def keep(self, save: Save) -> None:
+        """The bytes of a save are copied."""
+        size = len(save.hashes) // len(save.blocks)
+        self.agent.pages.update(save.hashes[i : i + size] for i in range(0, len(save.hashes), size))
 
     def run(self, step: StepMetadata) -> dict[str, Any]:
         """Return the fields of the step's KVConnectorOutput."""
@@ -203,6 +214,7 @@ class FakeWorkers:
         self.held |= step.held
         if step.preempted:
             self.preempted.append(step.preempted)
+            self.void |= {save.number for save in self.saves if save.request_id in step.preempted}
         report = WorkerReport()
         received: set[str] = set()
         invalid: set[int] = set()
@@ -212,13 +224,16 @@ class FakeWorkers:
                 if self.fail_loads or not load.leases or not self.agent.leases.issuperset(load.leases):
                     report.failed_loads.add(load.request_id)
                     invalid.update(block for block in load.blocks if block >= 0)
+                else:
+                    self.restore(load)
                 self.agent.leases.difference_update(load.leases)
             self.loads = []
         if not self.hold_saves:
             for save in self.saves:
-                report.ended[save.number] = report.kept[save.number] = self.workers
-                size = len(save.hashes) // len(save.blocks)
-                self.agent.pages.update(save.hashes[i : i + size] for i in range(0, len(save.hashes), size))
+                report.ended[save.number] = self.workers
+                if save.number not in self.void:
+                    report.kept[save.number] = self.workers
+                    self.keep(save)
             self.saves = []
         sent = self.held - {save.request_id for save in self.saves}
         self.held -= sent

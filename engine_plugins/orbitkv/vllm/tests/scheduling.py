@@ -30,6 +30,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from orbitkv.vllm.connector import OrbitKVConnector
+from orbitkv.vllm.metadata import Load, Save
 from orbitkv.vllm.scheduler import SchedulerHalf
 from orbitkv.vllm.tests.fakes import FakeAgent, FakeWorkers
 
@@ -119,6 +120,74 @@ def make_config(
     return vllm_config, kv_cache
 
 
+class Memory:
+    """KV memory in which every slot says what it holds: the digest of all tokens up to its own.
+
+    It checks what nobody else sees: that a request computes on nothing but its own prefix, and that a page is kept
+    under its own hash only.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._slots: dict[int, list[int]] = {}
+        self._kept: dict[bytes, list[int]] = {}
+        self._steps: dict[int, list[tuple[Request, list[int], int, int]]] = {}
+        engine.memory = self
+        engine.workers.restore = self._restore  # type: ignore[method-assign]
+        engine.workers.keep = self._keep  # type: ignore[method-assign]
+        self.restored_tokens = 0
+
+    @staticmethod
+    def _digests(request: Request, end: int) -> list[int]:
+        """What the slots of the first `end` tokens hold; the model here always answers 42."""
+        tokens = [*request.all_token_ids, *[42] * end][:end]
+        digests, last = [], hash(request.cache_salt)
+        for token in tokens:
+            last = hash((last, token))
+            digests.append(last)
+        return digests
+
+    def scheduled(self, output: Any) -> None:
+        """Note what a step computes, and in which blocks."""
+        manager = self._engine.scheduler.kv_cache_manager
+        work = []
+        for name, count in output.num_scheduled_tokens.items():
+            request = self._engine.scheduler.requests[name]
+            end = request.num_computed_tokens
+            work.append((request, list(manager.get_block_ids(name)[0]), end - count, end))
+        self._steps[id(output)] = work
+
+    def compute(self, output: Any) -> None:
+        """The forward pass of a step."""
+        for request, blocks, start, end in self._steps.pop(id(output)):
+            digests = self._digests(request, end)
+            for position in range(start):
+                block = self._slots.get(blocks[position // BLOCK], [])
+                assert block[position % BLOCK : position % BLOCK + 1] == digests[position : position + 1], (
+                    f"request {request.request_id} computes token {start} on wrong KV at token {position}"
+                )
+            for position in range(start, end):
+                block = self._slots.setdefault(blocks[position // BLOCK], [])
+                del block[position % BLOCK :]
+                block.extend([0] * (position % BLOCK - len(block)))
+                block.append(digests[position])
+
+    def _restore(self, load: Load) -> None:
+        for block, page_hash in zip(load.blocks, self._engine.agent.leased[load.leases[0]], strict=True):
+            if block >= 0:
+                self._slots[block] = list(self._kept[page_hash])
+                self.restored_tokens += BLOCK
+
+    def _keep(self, save: Save) -> None:
+        size = len(save.hashes) // len(save.blocks)
+        for index, block in enumerate(save.blocks):
+            page_hash = save.hashes[index * size : (index + 1) * size]
+            page = list(self._slots[block])
+            assert len(page) == BLOCK, f"a page is kept with {len(page)} of {BLOCK} tokens computed"
+            assert self._kept.setdefault(page_hash, page) == page, "a page is kept under the hash of another one"
+            self._engine.agent.pages.add(page_hash)
+
+
 class Engine:
     """A scheduler, its connector, the fake agent and workers, and a model that answers 42."""
 
@@ -138,6 +207,7 @@ class Engine:
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(BLOCK, sha256)
         self.outputs: list[Any] = []
+        self.memory: Memory | None = None
 
     @property
     def connector(self) -> OrbitKVConnector:
@@ -179,7 +249,10 @@ class Engine:
 
     def schedule(self) -> Any:
         """Schedule a step."""
-        return self.scheduler.schedule()
+        output = self.scheduler.schedule()
+        if self.memory is not None:
+            self.memory.scheduled(output)
+        return output
 
     def finish_step(self, output: Any, accept: int = 0) -> None:
         """Run the workers and the model on a scheduled step; of draft tokens, `accept` are right."""
@@ -190,6 +263,8 @@ class Engine:
             done = request is not None and request.num_computed_tokens >= request.num_tokens
             drafts = output.scheduled_spec_decode_tokens.get(name, [])
             sampled.append([*drafts[:accept], 42] if done else [])
+        if self.memory is not None:
+            self.memory.compute(output)
         fields = self.workers.run(output.kv_connector_metadata)
         result = ModelRunnerOutput(
             req_ids=ids,

@@ -592,6 +592,21 @@ def test_a_defect_in_the_cache_never_fails_a_request(
     assert request.num_output_tokens == 40
 
 
+@pytest.mark.guard("vllm-contained")
+def test_a_defect_after_a_hit_was_promised_means_compute(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = start()
+    engine.serve("first", prompt(70))
+    engine.reset_hbm()
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise KeyError("a defect")
+
+    monkeypatch.setattr(engine.half, "_load", broken)
+    request = engine.serve("again", prompt(70))
+    assert request.num_output_tokens == 3
+    engine.assert_at_rest()
+
+
 def test_token_sources_follow_vllm_and_add_up(start: Start) -> None:
     engine = start()
     engine.serve("first", prompt(70))
@@ -624,7 +639,7 @@ def test_thousands_of_aborts_leak_nothing(start: Start) -> None:
     engine = start(blocks=40, max_seqs=16)
     engine.serve("first", prompt(70))
     engine.reset_hbm()
-    for number in range(1000):
+    for number in range(4000):
         engine.add(f"r{number}", prompt(70, seed=number % 3), answer=10)
         engine.agent.loading = number % 5 == 0
         engine.workers.hold_loads = number % 7 < 3

@@ -248,6 +248,15 @@ def test_a_small_query_does_not_overtake_one_that_waits_for_more(tmp_path: Path)
         assert isinstance(second.control.poll(100), Ready)
 
 
+def test_a_query_that_finds_nothing_does_not_wait_behind_one_that_waits_for_bytes(tmp_path: Path) -> None:
+    with World(tmp_path, **SMALL_BUDGET) as world:
+        engine = world.engine()
+        engine.save(hashes(*range(10)))
+        engine.ready(hashes(*range(10)))
+        assert isinstance(engine.query(hashes(1), operation=100), Loading)
+        assert engine.query(hashes(77), operation=101) == Nothing("miss")
+
+
 @pytest.mark.guard("budget-drain")
 def test_bytes_come_back_only_when_the_restore_ended(tmp_path: Path) -> None:
     with World(tmp_path, **SMALL_BUDGET) as world:

@@ -28,7 +28,7 @@ def save(cache: PageCache, space: KeySpace, *numbers: int, units: int = 1, shard
 
 
 def run(cache: PageCache, space: KeySpace, *numbers: int) -> Entries:
-    return cache.lookup(space, {0: keys(*numbers)}).entries[0]
+    return cache.lookup(space, 0, keys(*numbers))
 
 
 def cached(cache: PageCache, space: KeySpace, *numbers: int) -> list[int]:

@@ -104,7 +104,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(data=st.data(), chosen=numbers | runs, promote=st.booleans())
     def lease(self, data: st.DataObject, chosen: list[int], promote: bool) -> None:
         space = data.draw(st.sampled_from(self.spaces))
-        run = self.cache.lookup(space, {0: b"".join(map(key, chosen))}).entries[0]
+        run = self.cache.lookup(space, 0, b"".join(map(key, chosen)))
         expected = 0
         while expected < len(chosen) and key(chosen[expected]) in self.known[space]:
             expected += 1
@@ -129,7 +129,7 @@ class CacheMachine(RuleBasedStateMachine):
         space = data.draw(st.sampled_from(self.spaces))
         self.spaces.remove(space)
         self.cache.drop_key_space(space)
-        assert len(self.cache.lookup(space, {0: key(0)}).entries[0]) == 0
+        assert len(self.cache.lookup(space, 0, key(0))) == 0
 
     @rule(
         namespace=st.sampled_from(NAMESPACES),
