@@ -215,9 +215,10 @@ class Agent:
         self.events.cleared(self.instances.get(session, message.instance))
         return reply
 
-    def _query(self, session: Session, sequence: int, message: Query) -> Reply:
+    def _query(self, session: Session, sequence: int, message: Query) -> None:
         instance, proving = self.membership.query_parties(session, message)
-        return self.queries.query(session, message, instance, proving)
+        session.reply(sequence, self.queries.query(session, message, instance, proving))
+        self.queries.keep_promise()
 
     def _cancel(self, session: Session, sequence: int, message: CancelQuery) -> Reply:
         self.queries.cancel(session, message.operations)

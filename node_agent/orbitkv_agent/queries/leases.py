@@ -114,11 +114,12 @@ class Leases:
     """All leases that have not ended, and what they pin.
 
     Attributes:
+        number: call it for the number of a new lease.
         live: leases that were neither consumed nor returned.
     """
 
     def __init__(self) -> None:
-        self._numbers: Final[Callable[[], int]] = handle_numbers().__next__
+        self.number: Final[Callable[[], int]] = handle_numbers().__next__
         self._leases: dict[int, Lease] = {}
         self.live = 0
         self.pinned_pages = 0
@@ -131,15 +132,14 @@ class Leases:
         """The lease of that number, if it has not ended."""
         return self._leases.get(number)
 
-    def grant(self, operation: QueryOperation, shard: int, pages: PinnedPages, charge: Charge) -> Lease:
+    def grant(self, number: int, operation: QueryOperation, shard: int, pages: PinnedPages, charge: Charge) -> None:
         """Make a lease on pages that are pinned and bytes that are charged."""
-        lease = Lease(self._numbers(), operation, shard, pages, charge)
-        self._leases[lease.number] = lease
+        lease = Lease(number, operation, shard, pages, charge)
+        self._leases[number] = lease
         operation.leases[lease] = None
         self.live += 1
         self.pinned_pages += pages.count
         self.pinned_bytes += charge.bytes
-        return lease
 
     def consume(self, lease: Lease) -> None:
         """Bind a live lease to a restore."""

@@ -86,6 +86,7 @@ class QueryService:
         self._for_bytes: Lanes[Instance, QueryOperation] = Lanes()
         self._answered: Deadlines[QueryOperation] = Deadlines(loop, config.reply_ttl_ms / 1000, self._expire)
         self._held_hashes: dict[Session, int] = {}
+        self._promise: tuple[QueryOperation, _Found, Ready] | None = None
         self._pumping = False
 
     @property
@@ -108,7 +109,7 @@ class QueryService:
     def query(
         self, session: Session, message: Query, instance: Instance | None, proving: Registration | None = None
     ) -> Ready | Loading | Nothing:
-        """Start, revise or poll an operation.
+        """Start, revise or poll an operation. Send the answer, then call `keep_promise` in the same turn.
 
         Args:
             instance: the one that the message names, None when it is not known.
@@ -139,6 +140,8 @@ class QueryService:
         session.operations[operation.number] = operation
         instance.operations[operation] = None
         self._enter(operation)
+        if self._promise is not None:
+            return self._promise[2]
         answer = operation.answer
         if isinstance(answer, Ready):
             return answer
@@ -149,6 +152,18 @@ class QueryService:
                 wait = min(message.max_wait_ms, MAX_WAIT_MS) / 1000
                 operation.timer = self._loop.call_later(wait, lambda: self._give_up(operation))
         return self._answer(operation)
+
+    def keep_promise(self) -> None:
+        """Pin and lease what the last answer promised.
+
+        The answer goes out first, because an engine's scheduler is waiting for it; nobody else is served in between. If
+        it could not be sent, its operation was withdrawn meanwhile and nothing is kept.
+        """
+        if self._promise is not None:
+            operation, found, ready = self._promise
+            self._promise = None
+            if operation.state is State.NONE:
+                self._keep(operation, found, ready)
 
     def poll(self, session: Session, message: PollQuery) -> Ready | Loading | Nothing:
         """Return the state of an operation.
@@ -293,18 +308,18 @@ class QueryService:
             self._counters.query_unadmitted += 1
             self._for_place.append(session, operation)
         else:
-            self._admit(operation)
+            self._admit(operation, at_once=True)
             if self._for_bytes:
                 self._pump()  # it waits behind others, and is tried after them
 
-    def _admit(self, operation: QueryOperation) -> None:
+    def _admit(self, operation: QueryOperation, *, at_once: bool = False) -> None:
         self._places.take(operation.session)
         operation.admitted = True
         if self._for_bytes and self._serves(operation) and not (found := self._find(operation)).pages:
             # Who finds nothing takes no bytes from those that wait for some, so it need not wait behind them.
             self._count(operation, found)
             self._settle(operation, Nothing("miss"))
-        elif self._for_bytes or self._attempt(operation) is not _Outcome.SETTLED:
+        elif self._for_bytes or self._attempt(operation, at_once=at_once) is not _Outcome.SETTLED:
             self._counters.query_budget_waits += 1
             self._for_bytes.append(operation.instance, operation)
 
@@ -313,8 +328,8 @@ class QueryService:
         """Whether its instance can hit, or its proof is still wanted."""
         return operation.instance.serving if operation.proving is None else not operation.proving.retired
 
-    def _attempt(self, operation: QueryOperation) -> _Outcome:
-        """Try to answer: look up, reserve, pin, lease."""
+    def _attempt(self, operation: QueryOperation, *, at_once: bool = False) -> _Outcome:
+        """Try to answer: look up, reserve, pin, lease. `at_once`: what is promised is kept after the reply is sent."""
         instance, budget = operation.instance, self.budget
         if operation.bytes_hint:
             blocked = self._blocked(instance, operation.bytes_hint)
@@ -333,8 +348,12 @@ class QueryService:
         blocked = self._blocked(instance, size)
         if blocked is not None:
             return blocked
-        self._count(operation, found)
-        return self._settle(operation, self._promise(operation, found, size))
+        shards = len(found.shard_bytes) if operation.proving is None else 1
+        ready = Ready([self.leases.number() for _ in range(shards)], found.boundaries, found.pages, size)
+        if at_once:
+            self._promise = (operation, found, ready)
+            return _Outcome.SETTLED
+        return self._keep(operation, found, ready)
 
     def _blocked(self, instance: Instance, size: int) -> _Outcome | None:
         """Why these bytes cannot be reserved now."""
@@ -373,8 +392,9 @@ class QueryService:
         boundary = (step // tokens, longest // tokens, step // tokens)
         return _Found(pages, entries, shard_bytes, [boundary], asked)
 
-    def _promise(self, operation: QueryOperation, found: _Found, size: int) -> Ready:
-        """Reserve bytes that fit, pin, and lease to each shard."""
+    def _keep(self, operation: QueryOperation, found: _Found, ready: Ready) -> _Outcome:
+        """Reserve bytes that fit, pin, and lease to each shard, under the numbers in `ready`."""
+        self._count(operation, found)
         charges = [self.budget.charge(operation.instance, each) for each in found.shard_bytes]
         operation.to(State.PREPARING)
         # What is in memory needs no preparation: it is ready at once.
@@ -383,11 +403,10 @@ class QueryService:
         shards = range(len(charges))
         if operation.proving is not None:
             shards = range(operation.proving.shard, operation.proving.shard + 1)
-        leases = []
-        for shard, charge in zip(shards, charges, strict=True):
+        for number, shard, charge in zip(ready.leases, shards, charges, strict=True):
             charge.move(Phase.READY)
-            leases.append(self.leases.grant(operation, shard, pinned, charge).number)
-        return Ready(leases, found.boundaries, found.pages, size)
+            self.leases.grant(number, operation, shard, pinned, charge)
+        return self._settle(operation, ready)
 
     def _count(self, operation: QueryOperation, found: _Found) -> None:
         if operation.proving is None:  # a proof is no demand

@@ -22,7 +22,7 @@ from tools.harness.agent import AgentProcess
 from tools.harness.engine import EngineProcess, EngineSpec, Nursery, orbitkv_connector
 from tools.harness.serve import ServeProcess
 
-ORDER = ["restore", "restart", "pressure", "cancellation", "modes", "http", "faults"]
+ORDER = ["test_restore", "test_restart", "test_pressure", "test_cancellation", "test_modes", "test_http", "test_faults"]
 """The tests of faults come last: they look at times, and nothing else starts then."""
 
 
@@ -31,7 +31,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     ours = [item for item in items if item.path.parent == here]
     items[:] = [item for item in items if item.path.parent != here]
-    items += sorted(ours, key=lambda item: ORDER.index(item.path.stem.removeprefix("test_")))
+    items += sorted(ours, key=lambda item: ORDER.index(item.path.stem) if item.path.stem in ORDER else -1)
 
 
 @pytest.fixture(scope="session")

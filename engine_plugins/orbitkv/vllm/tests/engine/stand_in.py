@@ -52,11 +52,11 @@ def content(page_hash: bytes) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
 class StandIn:
     """An engine of BLOCKS blocks in LAYERS layers, attached and registered."""
 
-    def __init__(self, socket_path: str, name: str, model: str = "stand-in") -> None:
+    def __init__(self, socket_path: str, name: str, model: str = "stand-in", timeout_ms: int = 5000) -> None:
         self.memory = np.zeros((LAYERS, BLOCKS, LAYER_BYTES), np.uint8)
         self.instance = Instance(name, os.urandom(8).hex())
-        self.client = CacheManagerClient(socket_path, name=name)
-        self.worker = CacheManagerClient(socket_path, name=f"{name} worker")
+        self.client = CacheManagerClient(socket_path, name=name, timeout_ms=timeout_ms)
+        self.worker = CacheManagerClient(socket_path, name=f"{name} worker", timeout_ms=timeout_ms)
         regions = [
             LayerRegion(f"layer {layer}", 0, layer * BLOCKS * LAYER_BYTES, BLOCKS, LAYER_BYTES, LAYER_BYTES, "uint8")
             for layer in range(LAYERS)

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from orbitkv.client import QueryReady, SaveStatus
 from orbitkv.vllm.tests.engine import stand_in
 from orbitkv.vllm.tests.engine.checks import assert_same_answer, assert_sources, full_blocks, tokens
 from orbitkv.vllm.tests.engine.models import AgentMaker, EngineMaker
+from orbitkv.vllm.tests.engine.stand_in import StandIn, chain
 from tools.harness.agent import AgentProcess, agent_environment
 from tools.harness.engine import Answer, EngineProcess, Prompt
 from tools.harness.process import ManagedProcess, ProcessError, wait_until
@@ -207,6 +209,22 @@ def works_or_ended(process: ManagedProcess) -> bool:
 def percentile(values: list[float], share: float) -> float:
     """The value that this share of them does not exceed."""
     return sorted(values)[min(int(share * len(values)), len(values) - 1)]
+
+
+def test_what_a_stalled_agent_accepts_too_late_is_given_back_at_once(start_agent: AgentMaker) -> None:
+    agent = start_agent()
+    engine = StandIn(str(agent.socket_path), "impatient", timeout_ms=500)
+    pages = chain("too late", 4)
+    agent.pause()
+    save = engine.start_save(pages, range(4))
+    assert engine.worker.wait_save(save, 20) is SaveStatus.NOT_SUBMITTED
+    agent.resume()
+    # The agent accepts it now, and nobody asks it anything after that.
+    agent.wait(lambda status: sum(status["transfer"]["save_dropped"].values()) == 4, "the late save is given back")
+    agent.wait_at_rest()
+    answer = engine.query("too late", pages)
+    assert isinstance(answer, QueryReady) and answer.pages == 0, f"pages that were never copied are found: {answer}"
+    engine.close()
 
 
 def start_stand_in(folder: Path, agent: AgentProcess, seed: int) -> ManagedProcess:
