@@ -30,17 +30,21 @@ def run() -> list[Figure]:
     ):
         hashes = numbered_hashes(PAGES)
         engine.save(hashes)
-        if engine.query("takes the budget", hashes).pages != PAGES:
-            raise RuntimeError("the budget could not be taken, so no query would wait")
-        say("  500 requests, all of them loading, polled in 2,000 steps")
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root / "engine_plugins"), str(root)])}
-        steps = subprocess.run(
-            [python, "-m", "bench.scheduler_step", str(agent.socket_path)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            check=True,
-        )
-    samples = json.loads(steps.stdout.splitlines()[-1])
+        command = [str(python), "-m", "bench.scheduler_step", str(agent.socket_path)]
+        with subprocess.Popen(
+            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as steps:
+            assert steps.stdout is not None
+            if steps.stdout.readline().strip() != "ready":
+                raise RuntimeError("the engine's side did not start")
+            if engine.query("takes the budget", hashes).pages != PAGES:
+                raise RuntimeError("the budget could not be taken, so no query would wait")
+            say("  500 requests, all of them loading, polled in 2,000 steps")
+            printed, _ = steps.communicate("go\n", timeout=200)
+        if steps.returncode:
+            raise RuntimeError(f"the engine's side ended with {steps.returncode}")
+    samples = json.loads(printed.splitlines()[-1])
     return [
         Figure("step_500_waiting_p50_us", percentile(samples, 50), "us"),
         Figure("step_500_waiting_p99_us", percentile(samples, 99), "us", bound=1000),

@@ -23,7 +23,7 @@ BLOCKS = 64
 
 
 def main() -> None:
-    """Print the microseconds that the connector took in each step, as a JSON list."""
+    """Print "ready", wait for a line, print the microseconds that the connector took in each step as a JSON list."""
     socket = sys.argv[1]
     instance = Instance("bench", "scheduler")
     config = PluginConfig.load({"orbitkv.bootstrap_socket": socket, "orbitkv.max_wait_ms": 600_000}, {})
@@ -44,6 +44,8 @@ def main() -> None:
             half.build_step_metadata(nothing_scheduled)
             return loading
 
+        print("ready", flush=True)
+        sys.stdin.readline()  # the budget is taken now
         samples: list[float] = []
         deadline = time.monotonic() + 120
         while len(samples) < STEPS:

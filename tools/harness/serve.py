@@ -1,17 +1,32 @@
 """`vllm serve` as users start it, with an HTTP client for what the tests ask of it."""
 
 import json
+import os
 import socket
+import tomllib
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.harness.engine import engine_environment, engine_python, sum_metric
+from tools.harness.engine import ROOT, engine_environment, engine_python, sum_metric
 from tools.harness.process import ManagedProcess, wait_until
 
 START_SECONDS = 300.0
+
+
+def installed_as_entry_point(folder: Path) -> dict[str, str]:
+    """Make OrbitKV's entry points known in `folder`, as an installation would; return the environment to find them."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    info = folder / f"orbitkv-{project['version']}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: orbitkv\nVersion: {project['version']}\n")
+    lines = []
+    for group, entries in project["entry-points"].items():
+        lines += [f"[{group}]", *(f"{name} = {target}" for name, target in entries.items())]
+    (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
+    return {"PYTHONPATH": os.pathsep.join([str(folder), engine_environment()["PYTHONPATH"]])}
 
 
 class ServeProcess(ManagedProcess):

@@ -36,6 +36,8 @@ logger = logging.getLogger("vllm.orbitkv")
 MISS_IS_OLD_S = 0.05
 """A request that waits for its turn is asked for again after this long."""
 
+SAVE_BLOCKS = 256
+"""Most blocks in one save, so that the agent is not held up for others."""
 NOT_CACHED: tuple[int, bool] = (0, False)
 ASK_AGAIN: tuple[None, bool] = (None, False)
 
@@ -364,16 +366,16 @@ class SchedulerHalf:
         block_ids = self._cache_manager.get_block_ids(tracked.id)[0]
         low, high = tracked.restored
         for first, end in ((tracked.saved, min(full, max(low, tracked.saved))), (max(high, tracked.saved), full)):
-            if first >= end:
-                continue
-            hashes = request.block_hashes[first:end]
-            self._save_number += 1
-            number = self._save_number
-            step.saves.append(Save(number, tracked.id, b"".join(hashes), tuple(block_ids[first:end])))
-            planned = self._events.plan(request, first, hashes) if self._events is not None else []
-            self._saves[number] = SentSave(tracked, end - first, self._workers, 0, planned)
-            tracked.saves.add(number)
-            self.stats.add("saves")
+            for start in range(first, end, SAVE_BLOCKS):
+                stop = min(start + SAVE_BLOCKS, end)
+                hashes = request.block_hashes[start:stop]
+                self._save_number += 1
+                number = self._save_number
+                step.saves.append(Save(number, tracked.id, b"".join(hashes), tuple(block_ids[start:stop])))
+                planned = self._events.plan(request, start, hashes) if self._events is not None else []
+                self._saves[number] = SentSave(tracked, stop - start, self._workers, 0, planned)
+                tracked.saves.add(number)
+                self.stats.add("saves")
         tracked.saved = full
 
     def _count_sources(self, tracked: Tracked) -> None:

@@ -20,7 +20,7 @@ from orbitkv.vllm.tests.engine.models import (
 )
 from tools.harness.agent import AgentProcess
 from tools.harness.engine import EngineProcess, EngineSpec, Nursery, orbitkv_connector
-from tools.harness.serve import ServeProcess
+from tools.harness.serve import ServeProcess, installed_as_entry_point
 
 ORDER = ["test_restore", "test_restart", "test_pressure", "test_cancellation", "test_modes", "test_http", "test_faults"]
 """The tests of faults come last: they look at times, and nothing else starts then."""
@@ -74,9 +74,14 @@ def service_in_advance(request: pytest.FixtureRequest, folder: Path) -> Iterator
         yield None
         return
     models = request.getfixturevalue("models")
+    # OrbitKV is found here as users have it: by its entry point and the connector's name, with no module path.
+    (folder / "installed").mkdir()
+    environment = installed_as_entry_point(folder / "installed")
     with AgentProcess(folder, "http-agent") as agent:
+        connector = orbitkv_connector(agent.socket_path)
+        del connector["kv_connector_module_path"]
         arguments = ["--enable-prompt-tokens-details"]
-        with ServeProcess(folder, models.llama, orbitkv_connector(agent.socket_path), arguments) as server:
+        with ServeProcess(folder, models.llama, connector, arguments, environment) as server:
             yield Service(server, agent)
 
 
