@@ -12,7 +12,7 @@ from orbitkv.protocol.errors import ErrorKind, OrbitKVError
 from orbitkv.protocol.messages import Arenas, MapArenas, PagePlaces, RetiredArenas, SyncArenas
 
 from .connection import Connection
-from .registration import Int64
+from .layout import Int64
 
 
 class ArenaMap:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from .registration import GroupLayout, Int64
+from .layout import GroupLayout, Int64
 
 CHUNK_BYTES = 36 << 20
 """A copy looks for more urgent work after this many bytes."""

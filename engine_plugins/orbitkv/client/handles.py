@@ -17,7 +17,8 @@ from orbitkv.protocol.messages import RecordRef
 from orbitkv.protocol.records import RecordReader, RecordState
 
 from .hashes import BlockHashes
-from .registration import GpuRegistration, Int64
+from .layout import Int64
+from .registration import GpuRegistration
 
 
 class RestoreStatus(Enum):

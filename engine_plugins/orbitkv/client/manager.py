@@ -33,8 +33,9 @@ from orbitkv.protocol.versions import RELEASE
 
 from .handles import RestoreHandle, RestoreStatus, SaveHandle, SaveStatus
 from .hashes import BlockHashes
+from .layout import Int64
 from .queries import Queries, QueryLoading, QueryReady
-from .registration import GpuRegistration, HostAllocation, Int64
+from .registration import GpuRegistration, HostAllocation
 from .session import Endpoint, Session
 from .transfers import Transfers
 

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from orbitkv.client import OrbitKVError
 from orbitkv.client.copies import CHUNK_BYTES, CopyPlan, plan_pages
-from orbitkv.client.registration import GroupLayout
+from orbitkv.client.layout import GroupLayout
 from orbitkv.protocol.messages import GroupGeometry, LayerRegion
 
 
