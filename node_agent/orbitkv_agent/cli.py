@@ -23,7 +23,7 @@ from orbitkv_agent.config_sources import ConfigError, LoadedConfig, flag_name, l
 from orbitkv_agent.logs import set_up_logging, written_by_a_thread
 from orbitkv_agent.observe.snapshot import Snapshot
 from orbitkv_agent.observe.status import render_status
-from orbitkv_agent.quantity import parse_quantity
+from orbitkv_agent.quantity import format_quantity, parse_quantity
 
 OK, FAILED, USAGE, NO_AGENT = 0, 1, 2, 3
 
@@ -238,6 +238,11 @@ def _configure(options: argparse.Namespace) -> int:
         settings.insert_class = insert_class or settings.insert_class
         settings.reset_generation = settings.reset_generation if reset is None else int(reset)
         agent.configure(settings)
+    limit = "no limit" if settings.quota_bytes is None else format_quantity(settings.quota_bytes)
+    print(
+        f"{options.name or '(unnamed)'}: quota {limit}, guaranteed {format_quantity(settings.guaranteed_bytes)}, "
+        f"new pages {settings.insert_class}, reset generation {settings.reset_generation}"
+    )
     return OK
 
 

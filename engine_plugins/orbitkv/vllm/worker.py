@@ -128,6 +128,8 @@ class WorkerHalf:
         # bytes, or the engine, to compute.
         self._empty_cache = threading.Semaphore(1)
         self._unproven: WorkerAttachment | None = None
+        # Stays attached, unused, so that the agent can tell why this engine's cache is off.
+        self._disproven: WorkerAttachment | None = None
         self._off = ""
         self._loads: dict[str, RunningLoad] = {}
         self._saves: dict[int, RunningSave] = {}
@@ -197,7 +199,8 @@ class WorkerHalf:
                 raise Off(f"the agent refused this engine's memory: {error}") from error
             raise
         except BaseException:
-            client.close()
+            if self._disproven is None:
+                client.close()
             raise
 
     def _prove(self, attached: WorkerAttachment, layout: Layout, *, empty: bool) -> None:
@@ -213,6 +216,7 @@ class WorkerHalf:
             )
         except proof.LayoutDisprovenError as error:
             attached.client.report_proof(attached.registration, False, str(error))
+            self._disproven = attached
             raise Off(f"proof of layout: {error}") from error
         except proof.ProofUnfinishedError as error:
             logger.warning("OrbitKV: proof of layout: %s; the first computed block will do", error)
@@ -225,6 +229,8 @@ class WorkerHalf:
         """Finish what runs, leave the agent."""
         self._drop()
         self._attachment.stop()
+        if self._disproven is not None:
+            self._disproven.close()
 
     # --- step
 

@@ -174,7 +174,7 @@ def test_engines_killed_at_random_points_under_load(folder: Path, start_agent: A
     chance = random.Random(4)
     agent = start_agent("kills-engines", pool="4Mi")
     witness = start_stand_in(folder, agent, 0)
-    before = 0
+    before = threads = resident = 0
     for kill in range(1, KILLS + 1):
         victim = start_stand_in(folder, agent, kill)
         wait_until(partial(works_or_ended, victim), "the stand-in works", 20)
@@ -183,9 +183,12 @@ def test_engines_killed_at_random_points_under_load(folder: Path, start_agent: A
         victim.kill9()
         assert witness.running(), witness.failure("got a wrong page, or was disturbed")
         if kill == KILLS // 3:  # the pool has all of its arenas
-            before = fewest_descriptors(agent)
+            before, threads, resident = fewest_descriptors(agent), threads_of(agent), resident_kib(agent)
     agent.wait(lambda status: len(status["instances"]) == 1, "all instances but the witness's are gone")
     wait_until(lambda: descriptors(agent) <= before, f"the agent has {before} open descriptors again", 20)
+    assert threads_of(agent) <= threads, f"the agent has {threads_of(agent)} threads, before {threads}"
+    grown = resident_kib(agent) - resident
+    assert grown < 32 * 1024, f"the agent's memory grew by {grown} KiB"
     witness.kill9()
     assert "wrong" not in witness.log_text()
     agent.wait_at_rest()
@@ -230,6 +233,17 @@ def start_stand_in(folder: Path, agent: AgentProcess, seed: int) -> ManagedProce
     python = os.environ.get("ORBITKV_AGENT_PYTHON") or sys.executable
     command = [python, "-m", stand_in.__name__, str(agent.socket_path), str(seed)]
     return ManagedProcess(f"stand-in-{seed}", command, folder / f"stand-in-{seed}.log", agent_environment())
+
+
+def threads_of(agent: AgentProcess) -> int:
+    """The agent's threads."""
+    return len(os.listdir(f"/proc/{agent.pid}/task"))
+
+
+def resident_kib(agent: AgentProcess) -> int:
+    """The agent's memory, without that which it shares (the arenas)."""
+    lines = Path(f"/proc/{agent.pid}/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("RssAnon")).split()[1])
 
 
 def descriptors(agent: AgentProcess) -> int:

@@ -90,6 +90,8 @@ def test_wrong_strides_are_caught_and_the_engine_serves_on(start_agent: AgentMak
     status = agent.status()
     assert status["sessions"]["layout_proofs"] == {"mismatch": 1}, f"{status['sessions']['layout_proofs']}"
     assert status["cache"]["resident_bytes"] == 0, "pages were kept although the layout is not proven"
+    reasons = [row["off"] for row in status["instances"]]
+    assert len(reasons) == 1 and "proof of layout" in reasons[0], f"the agent's status says of the engine: {reasons}"
 
 
 def test_two_tensor_parallel_workers_restore_each_its_part(agent: AgentProcess, two_workers: EngineProcess) -> None:
