@@ -16,10 +16,10 @@ BLOCK_BYTES = 256 << 10
 
 def main() -> None:
     """Print "running", then work until stdin is closed."""
-    with MemoryEngine(sys.argv[1], blocks=2 * PAGES, block_bytes=BLOCK_BYTES, identity="busy") as engine:
+    with MemoryEngine(sys.argv[1], blocks=2 * PAGES, block_bytes=BLOCK_BYTES, cache_namespace="busy") as engine:
         client, blocks, turn = engine.client, np.arange(PAGES), 0
         while True:
-            # A window of 16 sets: each is saved once, and pushed out by newer ones when the pool is full.
+            # New pages each time; when the quota of this namespace is reached they push out its oldest.
             hashes = numbered_hashes(PAGES, first=turn * PAGES)
             engine.save(hashes)
             answer = client.query_prefetch(f"request-{turn}", [hashes], instance=engine.instance)

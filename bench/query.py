@@ -24,7 +24,7 @@ BUSY_SECONDS = 10.0
 def run() -> list[Figure]:
     """Measure queries of 64 and 1024 hashes, alone and beside a busy process."""
     with (
-        temporary_agent(pool="1GiB", prefault=True) as agent,
+        temporary_agent(pool="1GiB", prefault=True, cache_namespaces="busy: {quota: 512MiB}") as agent,
         MemoryEngine(agent.socket_path, blocks=1024, block_bytes=4096) as engine,
     ):
         hashes = numbered_hashes(1024)

@@ -28,8 +28,8 @@ from orbitkv import (
 )
 from tools.harness.agent import AgentProcess
 
-SAVE_PAGES = 512
-"""Pages in one save: as many as a large prefill step may bring."""
+SAVE_PAGES = 128
+"""Pages in one save: the most that the connector puts into one."""
 
 
 @contextmanager

@@ -7,6 +7,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from orbitkv.protocol.errors import ErrorKind, OrbitKVError
 from orbitkv.protocol.messages import (
     CancelQuery,
@@ -27,15 +29,13 @@ from .hashes import BlockHashes
 from .session import Session
 
 
-@dataclass(frozen=True, slots=True)
-class QueryLoading:
+class QueryLoading(msgspec.Struct, frozen=True):
     """Not known yet: nothing is promised. `admitted` is false while the query waits for a place."""
 
     admitted: bool
 
 
-@dataclass(frozen=True, slots=True)
-class QueryReady:
+class QueryReady(msgspec.Struct, frozen=True):
     """The answer. With `pages` > 0 these pages stay until the lease is used, released or expires.
 
     Attributes:

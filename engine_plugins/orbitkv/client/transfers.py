@@ -384,7 +384,7 @@ class Transfers:
 
 
 _REGISTER_MS = 120_000
-_BATCH_PAGES = 512
+_BATCH_PAGES = 128
 """Pages in one request to the agent, so that it is not held up for others (a larger save goes alone)."""
 
 

@@ -16,12 +16,14 @@ class Load:
         boot_id: the agent's boot that gave the leases; under another one they mean nothing.
         leases: one a shard, in rank order; empty: the load was given up, report it as failed.
         blocks: destination of each leased page, -1 for none.
+        patience_s: how long it may take to begin; then the request is computed.
     """
 
     request_id: str
     boot_id: str
     leases: tuple[int, ...]
     blocks: tuple[int, ...]
+    patience_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -85,6 +85,7 @@ class Tracked:
         ready: the answer while READY.
         watch: while LOADING, the agent's record of it: loading as long as `watch[0][watch[1]] == watch[2]`.
         held_until: how long the engine may be made to wait for an answer of ours, 0.0 while it does not wait.
+        patience_s: what is left of that for the restore to begin.
         ask_after: not again before.
         saved: blocks below this were handed over to be kept, or were restored.
         restored: [first, end) of the blocks that were restored, not saved again.
@@ -104,6 +105,7 @@ class Tracked:
     ready: QueryReady | None = None
     watch: tuple[memoryview, int, int] | None = None
     held_until: float = 0.0
+    patience_s: float = 0.0
     ask_after: float = 0.0
     saved: int = 0
     restored: tuple[int, int] = (0, 0)

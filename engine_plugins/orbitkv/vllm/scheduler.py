@@ -36,7 +36,9 @@ logger = logging.getLogger("vllm.orbitkv")
 MISS_IS_OLD_S = 0.05
 """A request that waits for its turn is asked for again after this long."""
 
-SAVE_BLOCKS = 256
+LEAST_PATIENCE_S = 0.1
+"""A restore is given this long to begin, even if the lookup took all of `max_wait_ms`."""
+SAVE_BLOCKS = 128
 """Most blocks in one save, so that the agent is not held up for others."""
 NOT_CACHED: tuple[int, bool] = (0, False)
 ASK_AGAIN: tuple[None, bool] = (None, False)
@@ -237,6 +239,7 @@ class SchedulerHalf:
                 tracked.to(Phase.READY)  # and back at once, which returns the leases
             return self._not_cached(tracked)
         tracked.to(Phase.READY)
+        tracked.patience_s = max(LEAST_PATIENCE_S, tracked.held_until - self._allowance.now)
         tracked.held_until = 0.0  # from here on it waits for the engine's blocks, not for us
         tracked.ready = answer
         return pages * self._block_tokens, True
@@ -308,7 +311,8 @@ class SchedulerHalf:
             return given_up
         tracked.restored = (first, first + pages)
         # A lease is used for all of its pages; those that the engine has no block for are skipped.
-        return Load(tracked.id, client.boot_id, ready.leases, blocks + (-1,) * (ready.pages - pages))
+        skipped = (-1,) * (ready.pages - pages)
+        return Load(tracked.id, client.boot_id, ready.leases, blocks + skipped, tracked.patience_s)
 
     # --- step
 

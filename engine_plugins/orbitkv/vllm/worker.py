@@ -264,7 +264,7 @@ class WorkerHalf:
                 client, handle = self._start_load(load)
             except Exception as error:
                 logger.warning("OrbitKV: request %s is computed, its restore did not begin: %s", load.request_id, error)
-            give_up_at = time.monotonic() + self._config.max_wait_ms / 1000
+            give_up_at = time.monotonic() + load.patience_s
             self._loads[load.request_id] = RunningLoad(load, client, handle, give_up_at)
 
     def _start_load(self, load: Load) -> tuple[CacheManagerClient | None, RestoreHandle | None]:

@@ -159,6 +159,25 @@ def test_a_request_is_held_no_longer_than_max_wait(start: Start, monkeypatch: py
     engine.assert_at_rest()
 
 
+def test_what_the_lookup_took_is_taken_off_the_restores_patience(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = start(extra={"orbitkv.max_wait_ms": 2000})
+    engine.serve("first", prompt(70))
+    engine.reset_hbm()
+    now = [1000.0]
+    monkeypatch.setattr(engine.half._allowance, "_clock", lambda: now[0])
+    engine.agent.loading = True
+    engine.add("waits", prompt(70))
+    engine.step()
+    assert not engine.workers.started
+    now[0] += 1.5
+    engine.agent.loading = False
+    engine.step()
+    (load,) = engine.workers.started
+    assert load.patience_s == pytest.approx(0.5)
+    engine.run()
+    engine.assert_at_rest()
+
+
 @pytest.mark.guard("vllm-step-allowance")
 def test_a_silent_agent_costs_a_step_at_most_five_milliseconds(start: Start) -> None:
     engine = start()

@@ -237,8 +237,10 @@ def test_a_partly_dropped_save_is_not_reported_as_kept(make: Make, client: Copyi
     assert not report.kept
 
 
-def load_step(name: str = "a", boot: str = "boot-0", leases: tuple[int, ...] = (7,)) -> StepMetadata:
-    return StepMetadata(loads=[Load(name, boot, leases, (3, 4, -1))])
+def load_step(
+    name: str = "a", boot: str = "boot-0", leases: tuple[int, ...] = (7,), patience_s: float = 60.0
+) -> StepMetadata:
+    return StepMetadata(loads=[Load(name, boot, leases, (3, 4, -1), patience_s)])
 
 
 def test_a_load_is_reported_when_it_is_done(make: Make, client: CopyingClient) -> None:
@@ -280,9 +282,9 @@ def test_a_load_without_leases_fails_at_once(make: Make, client: CopyingClient) 
     assert half.take_invalid_blocks() == {3, 4}
 
 
-def test_a_load_that_does_not_begin_is_given_up_after_max_wait(make: Make, client: CopyingClient) -> None:
-    half = make(max_wait_ms=0)
-    assert run(half, load_step()).received == set(), "it is being copied: it drains"
+def test_a_load_that_does_not_begin_is_given_up_when_patience_ends(make: Make, client: CopyingClient) -> None:
+    half = make()
+    assert run(half, load_step(patience_s=0.0)).received == set(), "it is being copied: it drains"
     client.queued = True
     assert run(half, StepMetadata()).received == {"a"}
 
