@@ -15,7 +15,7 @@ import socket
 from collections import deque
 from collections.abc import Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from orbitkv.protocol import framing
 from orbitkv.protocol.errors import ErrorKind
@@ -50,20 +50,17 @@ class SessionState(Enum):
     CLOSED = "closed"
 
 
-class SessionEvents:
+class SessionEvents(Protocol):
     """What a session reports to its owner."""
 
     def frame(self, session: Session, sequence: int, body: bytes | memoryview) -> None:
         """A whole frame came."""
-        raise NotImplementedError
 
     def stream_ended(self, session: Session, reason: str) -> None:
         """No request comes any more, and no reply can be sent. `reason` is one word for the metrics, or ""."""
-        raise NotImplementedError
 
     def closed(self, session: Session) -> None:
         """No copy of the session's process runs any more."""
-        raise NotImplementedError
 
 
 def is_own(owner: Session, session: Session) -> bool:

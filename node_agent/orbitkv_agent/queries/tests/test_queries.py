@@ -61,6 +61,15 @@ def test_the_same_query_again_polls(engine: Engine) -> None:
     assert engine.world.agent.queries.leases.live == 1
 
 
+def test_an_answer_that_cannot_be_sent_leases_nothing(engine: Engine) -> None:
+    """What is promised is pinned after the reply was sent: unless the one who asked was gone by then."""
+    engine.save(hashes(1))
+    engine.control.post(Query(INSTANCE, 5, 1, [GroupHashes(0, HASH_BYTES, hashes(1))]))
+    engine.control.drop()
+    queries = engine.world.agent.queries
+    assert (queries.leases.live, queries.outstanding, queries.budget.reserved) == (0, 0, 0)
+
+
 @pytest.mark.guard("same-hashes")
 def test_one_revision_is_one_list_of_hashes(engine: Engine) -> None:
     engine.save(hashes(1, 2))
