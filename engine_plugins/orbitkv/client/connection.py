@@ -97,6 +97,20 @@ class Connection:
         """As `call`, for replies that come with descriptors; the caller owns them."""
         return self._exchange(request, timeout_ms, with_descriptors=True)
 
+    @property
+    def unsent(self) -> bool:
+        """Whether the kernel has not taken all that was sent."""
+        return bool(self._outbox)
+
+    def flush(self) -> None:
+        """Send on, without waiting, what the kernel did not take.
+
+        Raises:
+            OrbitKVError: UNAVAILABLE, the connection ended.
+        """
+        self.check()
+        self._push(b"")
+
     def take_late_replies(self) -> None:
         """Read, without waiting, what came after its caller gave up; it goes to `on_late_reply`.
 
@@ -140,7 +154,7 @@ class Connection:
         self._push(framing.encode(request, sequence))
         while self._outbox:
             self._wait_writable(deadline)
-            self._push(b"")
+            self.flush()
         descriptors: list[int] = []
         try:
             while True:

@@ -13,7 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -66,6 +66,7 @@ class Transfers:
         self.restores_ended = 0
         self.lost: OrbitKVError | None = None
         self._closing = False
+        self._ended = False
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._poll = select.poll()
         for fd in (self._wake, self._session.hint_fd, self._session.agent_pidfd, self._session.connection.fileno()):
@@ -84,7 +85,7 @@ class Transfers:
         self._check()
         future: Future[Any] = Future()
         self._calls.append((work, future))
-        self._notify()
+        self._hand_over()
         try:
             return future.result(timeout_ms / 1000)
         except TimeoutError:
@@ -118,7 +119,7 @@ class Transfers:
         """Queue a restore."""
         self._check()
         self._restores.append(handle)
-        self._notify()
+        self._hand_over()
 
     def cancel_restore(self, handle: RestoreHandle) -> bool:
         """Take a restore back, if the thread has not taken it yet."""
@@ -142,7 +143,7 @@ class Transfers:
         for handle in handles:
             handle.advance(SaveStatus.SUBMITTED)
         self._saves.extend(_batches(handles))
-        self._notify()
+        self._hand_over()
 
     def cancel_save(self, handle: SaveHandle) -> bool:
         """Take a save back, if the thread has not taken its batch yet."""
@@ -155,7 +156,7 @@ class Transfers:
                 rest = [other for other in batch if other is not handle]
                 if rest:
                     self._saves.append(rest)
-                    self._notify()
+                    self._hand_over()
                 handle.advance(SaveStatus.CANCELLED)
                 return True
         return False
@@ -174,6 +175,12 @@ class Transfers:
             raise self.lost
         if self._closing:
             raise OrbitKVError(ErrorKind.CLOSED, "this OrbitKV client is closed; make a new one")
+
+    def _hand_over(self) -> None:
+        """Wake the thread for what was just queued; if it has ended meanwhile, end what nobody will take any more."""
+        self._notify()
+        if self._ended:
+            self._fail_all()
 
     def _notify(self) -> None:
         with contextlib.suppress(BlockingIOError):  # already woken 2**64 times: it will wake
@@ -195,20 +202,22 @@ class Transfers:
             self.lost = OrbitKVError(ErrorKind.INTERNAL, f"the transfer thread ended: {error!r}")
             raise
         finally:
+            self._ended = True  # before the queues are emptied: whoever queues after that sees it
             self._fail_all()
             self._arenas.close()
 
     def _step(self) -> bool:
         """Do one piece of work; return whether there was any."""
         self._settle_commits()
-        with contextlib.suppress(IndexError):
-            work, future = self._calls.popleft()
-            self._answer(work, future)
+        call = _pop(self._calls)
+        if call is not None:
+            self._answer(*call)
             return True
         if self._run_restores():
             return True
-        with contextlib.suppress(IndexError):
-            self._save(self._saves.popleft())
+        batch = _pop(self._saves)
+        if batch is not None:
+            self._save(batch)
             return True
         arenas = self._session.records.counter(Header.ARENAS)
         if arenas != self._arenas_seen:
@@ -218,12 +227,16 @@ class Transfers:
         return False
 
     def _wait(self) -> None:
-        for fd, _ in self._poll.poll():
+        connection = self._session.connection
+        self._poll.modify(connection.fileno(), select.POLLIN | (select.POLLOUT if connection.unsent else 0))
+        for fd, events in self._poll.poll():
             if fd == self._session.agent_pidfd:
                 raise OrbitKVError(ErrorKind.UNAVAILABLE, f"the OrbitKV agent at {self._endpoint.path} ended")
-            if fd == self._session.connection.fileno():
+            if fd == connection.fileno():
+                if events & select.POLLOUT:
+                    connection.flush()
                 # Between calls only what nobody waits for any more can come, and the agent holds it until we answer.
-                self._session.connection.take_late_replies()
+                connection.take_late_replies()
                 continue
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(fd)
@@ -239,10 +252,9 @@ class Transfers:
 
     def _run_restores(self) -> bool:
         worked = False
-        with contextlib.suppress(IndexError):
-            while True:
-                self._restore(self._restores.popleft())
-                worked = True
+        while (handle := _pop(self._restores)) is not None:
+            self._restore(handle)
+            worked = True
         return worked
 
     def _restore(self, handle: RestoreHandle) -> None:
@@ -259,8 +271,8 @@ class Transfers:
             handle.status = RestoreStatus.ENQUEUED
             self._changed(handle)
             self._copy_restore(handle, plan)
-        except OrbitKVError as error:
-            handle.error = error
+        except Exception as caught:
+            error = handle.error = _as_error(caught)
             if plan is not None:
                 self._session.connection.send_only(RestoreDone(plan.restore, copied=False))
             self._end_restore(handle, RestoreStatus.FAILED)
@@ -302,8 +314,14 @@ class Transfers:
             return
         for handle, plan in zip(batch, reply.plans, strict=True):
             handle.follow(self._session.records, plan.record)
-        for handle, plan in zip(batch, reply.plans, strict=True):
-            self._copy_save(handle, plan)
+        for index, (handle, plan) in enumerate(zip(batch, reply.plans, strict=True)):
+            try:
+                self._copy_save(handle, plan)
+            except OrbitKVError as error:  # the thread ends: nothing of the rest was copied
+                for rest in batch[index + 1 :]:
+                    rest.error = error
+                    rest.advance(SaveStatus.FAILED)
+                raise
 
     def _copy_save(self, handle: SaveHandle, plan: SavePlan) -> None:
         handle.present, handle.dropped = plan.present, dict(plan.dropped)
@@ -314,8 +332,8 @@ class Transfers:
                 pages = self._arenas.addresses(places, layout.page_bytes)
                 for _ in plan_pages(layout, ids[positions], pages, to_engine=False).chunks():
                     self._run_restores()
-        except OrbitKVError as error:
-            handle.error = error
+        except Exception as caught:
+            error = handle.error = _as_error(caught)
             self._session.connection.send_only(CommitSave(plan.save, copied=False))
             handle.advance(SaveStatus.FAILED)
             self._reraise_if_broken(error)
@@ -333,22 +351,20 @@ class Transfers:
     def _fail_all(self) -> None:
         """The session is over: nothing copies any more, so every open handle gets its final state."""
         error = self.lost or OrbitKVError(ErrorKind.CLOSED, "this OrbitKV client was closed")
-        while self._calls:
-            self._calls.popleft()[1].set_exception(error)
-        while self._restores:
-            handle = self._restores.popleft()
+        while (call := _pop(self._calls)) is not None:
+            call[1].set_exception(error)
+        while (handle := _pop(self._restores)) is not None:
             handle.error = error
             self._end_restore(handle, RestoreStatus.FAILED)
-        while self._saves:
-            for save in self._saves.popleft():
+        while (batch := _pop(self._saves)) is not None:
+            for save in batch:
                 save.error = SaveNotSubmittedError(error.kind, str(error))
                 save.advance(SaveStatus.NOT_SUBMITTED)
-        while self._uncommitted:
-            save = self._uncommitted.popleft()
-            if not save.status.final:
-                save.error = error
-                save.advance(SaveStatus.FAILED)
-            self._wake_waiters(save)
+        while (copied := _pop(self._uncommitted)) is not None:
+            if not copied.status.final:
+                copied.error = error
+                copied.advance(SaveStatus.FAILED)
+            self._wake_waiters(copied)
 
     def _end_restore(self, handle: RestoreHandle, status: RestoreStatus) -> None:
         with handle.changed:  # Invariant: the status is final before anybody who waits is woken.
@@ -386,6 +402,24 @@ class Transfers:
 _REGISTER_MS = 120_000
 _BATCH_PAGES = 128
 """Pages in one request to the agent, so that it is not held up for others (a larger save goes alone)."""
+
+
+T = TypeVar("T")
+
+
+def _pop(queue: deque[T]) -> T | None:
+    """Take the first of a queue that other threads use too, or None."""
+    try:
+        return queue.popleft()
+    except IndexError:
+        return None
+
+
+def _as_error(caught: Exception) -> OrbitKVError:
+    """What a handle says of its end. A defect, or memory that cannot be had, ends one handle and not the thread."""
+    if isinstance(caught, OrbitKVError):
+        return caught
+    return OrbitKVError(ErrorKind.INTERNAL, f"the copy could not be made: {caught!r}")
 
 
 def _batches(handles: Sequence[SaveHandle]) -> Iterator[list[SaveHandle]]:

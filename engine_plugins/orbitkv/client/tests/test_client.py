@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +23,9 @@ from orbitkv.client import (
     SaveNotSubmittedError,
     SaveStatus,
 )
+from orbitkv.protocol.messages import SyncArenas
 from tools.harness.agent import AgentProcess
+from tools.harness.process import wait_until
 
 from .conftest import BLOCKS, Engine, hashes
 
@@ -265,6 +268,77 @@ def test_when_the_agent_dies_every_handle_ends_and_calls_say_so(own_agent: Agent
         engine.client.start_restore(engine.registration, lease, [np.array([9])])
     assert engine.client.lost is not None
     engine.client.close()
+
+
+def test_when_the_agent_dies_between_two_saves_of_a_batch_both_end(
+    own_agent: AgentProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(own_agent)
+    transfers = engine.client._transfers
+    assert transfers is not None
+    mapping = transfers._arenas.addresses
+
+    def addresses_of_a_dead_agent(*arguments: Any) -> Any:
+        own_agent.kill9()  # the plans are here, the arena is not mapped yet
+        return mapping(*arguments)
+
+    monkeypatch.setattr(transfers._arenas, "addresses", addresses_of_a_dead_agent)
+    saves = [engine.client.prepare_save(engine.registration, [hashes(i)], [np.array([i])]) for i in range(3)]
+    engine.client.submit_saves(saves)
+    assert [engine.client.wait_save(save, 10) for save in saves] == [SaveStatus.FAILED] * 3
+    engine.close()
+
+
+def test_what_is_handed_to_a_thread_that_has_just_ended_ends_too(
+    own_agent: AgentProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(own_agent)
+    transfers = engine.client._transfers
+    assert transfers is not None
+    own_agent.kill9()
+    transfers._thread.join(10)
+    monkeypatch.setattr(transfers, "_check", lambda: None)  # the thread ended after the caller had looked
+    restore = engine.client.start_restore(engine.registration, 1, [np.array([9])])
+    assert engine.client.wait_restore(restore, 10) is RestoreStatus.FAILED
+    save = engine.client.start_save(engine.registration, [hashes(1)], [np.array([1])])
+    assert engine.client.wait_save(save, 10) is SaveStatus.NOT_SUBMITTED
+    with refused(ErrorKind.UNAVAILABLE):
+        transfers.call(lambda: None, 5000)
+    engine.close()
+
+
+@pytest.mark.parametrize("defect", [IndexError, OSError, MemoryError])
+def test_a_copy_that_cannot_be_made_ends_its_handle_and_nothing_else(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, defect: type[Exception]
+) -> None:
+    engine.save(hashes(1))
+    lease = engine.query("r", hashes(1)).leases[0]
+    with monkeypatch.context() as patched:
+
+        def fail(*_: object, **__: object) -> None:
+            raise defect("no copy")
+
+        patched.setattr("orbitkv.client.transfers.plan_pages", fail)
+        restore = engine.client.start_restore(engine.registration, lease, [np.array([9])])
+        save = engine.client.start_save(engine.registration, [hashes(2)], [np.array([1])])
+        assert engine.client.wait_restore(restore, 10) is RestoreStatus.FAILED
+        assert engine.client.wait_save(save, 10) is SaveStatus.FAILED
+        assert "no copy" in str(restore.error)
+    engine.save(hashes(3))
+    assert engine.query("again", hashes(3)).pages == 1
+
+
+def test_what_a_stalled_agent_did_not_take_is_sent_when_it_is_back(agent: AgentProcess, engine: Engine) -> None:
+    transfers = engine.client._transfers
+    assert transfers is not None
+    connection = transfers._session.connection
+    agent.pause()
+    connection.send_only(SyncArenas(list(range(1 << 20, (1 << 20) + 200_000))))  # more than a socket holds
+    transfers._notify()
+    assert connection.unsent
+    agent.resume()
+    wait_until(lambda: not connection.unsent, "the rest went out by itself", 10)
+    engine.save(hashes(1))
 
 
 def test_an_answer_that_comes_too_late_leaves_nothing_leased(agent: AgentProcess, engine: Engine) -> None:
