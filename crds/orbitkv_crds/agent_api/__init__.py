@@ -1,0 +1,1 @@
+"""What agents tell the operator: `reports.proto`, and the code that `make generate` makes from it."""
