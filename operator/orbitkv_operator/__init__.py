@@ -1,0 +1,1 @@
+"""The operator: turns ManagerPool and CacheNamespace objects into agents and their configuration."""

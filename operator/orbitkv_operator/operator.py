@@ -1,0 +1,219 @@
+"""The operator as a whole: its parts, and in which order they begin and end.
+
+Every replica answers probes and competes for the Lease. The one that gets it waits for the CRDs, reads what is there,
+and then watches, works and takes reports until it is stopped or loses the Lease; either way the process ends, and a new
+one begins as a standby.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Any, Final
+
+from orbitkv_crds.agent_api.reports_pb2 import Report
+from orbitkv_operator.audit import Auditor, Watch
+from orbitkv_operator.certificates import Serving
+from orbitkv_operator.cluster.api import CACHES, POOLS, Api, ApiError, KubernetesApi
+from orbitkv_operator.events import Events
+from orbitkv_operator.feed import Feed, make_watches
+from orbitkv_operator.leader import Leader
+from orbitkv_operator.metrics import Metrics
+from orbitkv_operator.queue import KeyedQueue
+from orbitkv_operator.reconcile.cache import CacheReconciler, Decisions
+from orbitkv_operator.reconcile.pool import PoolReconciler
+from orbitkv_operator.reconcile.status_writer import StatusWriter
+from orbitkv_operator.reconcile.system import CERTIFICATES, ENDPOINTS, KEYS, Owner, SystemReconciler
+from orbitkv_operator.reports.server import ReportServer
+from orbitkv_operator.reports.store import INTERVAL, ReportStore
+from orbitkv_operator.reviews import Reviews
+from orbitkv_operator.router import Router, cache_key, pool_key
+from orbitkv_operator.settings import Settings
+from orbitkv_operator.view import KINDS, View
+from orbitkv_operator.web import HttpServer, metrics, probes
+from orbitkv_operator.work import Workers
+
+logger = logging.getLogger(__name__)
+
+CRD_SECONDS: Final = 2.0
+"""Rhythm in which CRDs that are not there yet are looked for."""
+FEED_SECONDS: Final = 60.0
+"""Time without a sign of the watches' thread after which it counts as stalled."""
+
+
+class Operator:
+    """Runs once: `run` returns when it has ended, `stop` ends it."""
+
+    def __init__(self, settings: Settings, client: Any) -> None:
+        self._settings = settings
+        self._api: Api = KubernetesApi(client)
+        self._stop = threading.Event()
+        self._failure = ""
+        self._waits_for = ""
+        """Why this replica, although it has the Lease, does nothing yet."""
+        self._watches: list[Watch] = []
+        self._bundle = ""
+
+        self._view = View()
+        self._queue = KeyedQueue()
+        self._router = Router(self._view, self._queue)
+        self._metrics = Metrics(lambda: self._watches)
+        self._store = ReportStore()
+        reviews = Reviews(self._api)
+        self._reports = ReportServer(settings.reports_port, settings.namespace, reviews, self._store, self._reported)
+        owner = Owner(self._api, settings.namespace)
+        self._workers = Workers(self._queue, self._handlers(owner), self._metrics, settings.resync_seconds)
+        self._leader = Leader(
+            # its own requests: they must fail well before the Lease runs out
+            KubernetesApi(client, connect_seconds=2, read_seconds=4),
+            settings,
+            owner.references,
+        )
+        self._beginning: threading.Thread | None = None
+        self._feed: Feed | None = None
+        self._auditor: Auditor | None = None
+        self._http = [
+            HttpServer(settings.probes_port, probes(self._not_live, self._not_ready), "probes"),
+            HttpServer(settings.metrics_port, metrics(self._metrics.registry, reviews.may_read_metrics), "metrics"),
+        ]
+
+    @property
+    def ports(self) -> tuple[int, int]:
+        """Ports of probes and metrics."""
+        return self._http[0].port, self._http[1].port
+
+    def run(self) -> bool:
+        """Run until `stop`, or until something fails; return whether it was `stop`."""
+        for server in self._http:
+            server.start()
+        leading = threading.Thread(target=self._lead, name="leader", daemon=True)
+        leading.start()
+        self._stop.wait()
+        logger.info("stopping", extra={"reason": self._failure or "asked to"})
+        self._leader.stop()
+        leading.join(20)
+        if self._beginning is not None:
+            self._beginning.join(20)
+        if self._feed is not None:
+            self._feed.stop()
+        if self._auditor is not None:
+            self._auditor.stop()
+        self._workers.stop()
+        self._reports.close()
+        self._leader.release()
+        for server in self._http:
+            server.close()
+        return not self._failure
+
+    def stop(self) -> None:
+        """Have `run` end; callable from a signal handler."""
+        self._stop.set()
+
+    def _fail(self, reason: str) -> None:
+        if not self._stop.is_set():
+            logger.error("the operator ends and is to be started again", extra={"reason": reason})
+            self._failure = reason
+        self._stop.set()
+
+    # ------------------------------------------------------------------------------------------------------- beginning
+
+    def _lead(self) -> None:
+        try:
+            self._leader.run(self._acquired, lambda: self._fail("the Lease was lost"))
+        except Exception as error:
+            logger.exception("leader election failed")
+            self._fail(f"leader election failed: {error!r}")
+
+    def _acquired(self) -> None:
+        """Begin to act, in a thread of its own: the Lease is renewed meanwhile."""
+        self._beginning = threading.Thread(target=self._begin, name="begin", daemon=True)
+        self._beginning.start()
+
+    def _begin(self) -> None:
+        while not self._stop.is_set():
+            try:
+                self._waits_for = self._try_to_begin()
+            except ApiError as error:
+                self._waits_for = str(error)
+            except Exception as error:
+                logger.exception("the operator cannot begin")
+                self._fail(f"it cannot begin: {error!r}")
+            if not self._waits_for:
+                return
+            self._stop.wait(CRD_SECONDS)
+
+    def _try_to_begin(self) -> str:
+        """Begin, or return what is missing."""
+        missing = [kind.plural for kind in (POOLS, CACHES) if not self._api.serves(kind)]
+        if missing:
+            words = f"the CRDs are not there yet: {', '.join(missing)}"
+            if self._waits_for != words:
+                logger.warning("waiting for the CRDs; the chart brings them", extra={"missing": missing})
+            return words
+        for kind in KINDS:  # what is decided about one object depends on all others: first know them
+            for manifest in self._api.list_all(kind):
+                self._view.put(kind, manifest)
+        if self._stop.is_set():
+            return "stopping"
+        self._watches = make_watches(self._api, self._settings.namespace)
+        self._feed = Feed(
+            self._watches, self._settings.namespace, self._router, self._settings.silence_seconds, self._fail
+        )
+        self._auditor = Auditor(self._api, self._view, self._watches, self._router, self._settings.audit_seconds)
+        self._feed.start()
+        threading.Thread(target=self._auditor.run, name="audit", daemon=True).start()
+        for key in KEYS:
+            self._queue.add(key)
+        self._router.everything()
+        self._workers.start()
+        logger.info("acting", extra={"pools": len(self._view.pools()), "cache_namespaces": len(self._view.caches())})
+        return ""
+
+    def _handlers(self, owner: Owner) -> dict[str, Any]:
+        status, events = StatusWriter(self._api), Events(self._api, self._settings.pod_name)
+        pools = PoolReconciler(self._api, self._view, self._settings, self._store, status, events, lambda: self._bundle)
+        caches = CacheReconciler(self._view, Decisions(self._view), self._store, status, events)
+        system = SystemReconciler(self._api, self._settings, owner, self._serve, lambda: self._reports.port)
+        return {
+            POOLS.kind: lambda key: pools.reconcile(key.name),
+            CACHES.kind: lambda key: caches.reconcile(key.namespace, key.name),
+            CERTIFICATES.kind: system.reconcile,
+        }
+
+    # -------------------------------------------------------------------------------------------------------- meanwhile
+
+    def _serve(self, serving: Serving) -> None:
+        """The certificate was read: show it, and give agents what they need to trust it."""
+        self._metrics.certificate(serving.expires.timestamp())
+        self._reports.show(serving)
+        bundle = serving.bundle.decode("ascii")
+        if bundle != self._bundle:
+            self._bundle = bundle
+            self._queue.add(ENDPOINTS)
+            for pool in self._view.pools():
+                self._queue.add(pool_key(pool["metadata"]["name"]))
+
+    def _reported(self, before: Report | None, report: Report) -> None:
+        """An agent has reported: statuses that show more than figures of it are looked at now, others soon."""
+        same_state = before is not None and before.state == report.state and before.boot_id == report.boot_id
+        self._queue.add(pool_key(report.pool), INTERVAL if same_state else 0.0)
+        engines = {part.uid: part.engines for part in before.cache_namespaces} if before else {}
+        for part in report.cache_namespaces:
+            known = self._view.cache(part.namespace, part.name)
+            if known is not None:
+                attached = bool(engines.get(part.uid)) != bool(part.engines)
+                self._queue.add(cache_key(part.namespace, part.name), 0.0 if attached else INTERVAL)
+        if before is not None:
+            left = {(it.namespace, it.name) for it in before.cache_namespaces if it.engines}
+            for namespace, name in left - {(it.namespace, it.name) for it in report.cache_namespaces}:
+                self._queue.add(cache_key(namespace, name))
+
+    def _not_live(self) -> str:
+        if self._feed is None:
+            return ""  # a standby, or one that waits for the CRDs
+        if self._feed.stalled() > FEED_SECONDS:
+            return "the watches' thread is stalled"
+        return self._workers.problem() or (self._auditor.problem() if self._auditor else "")
+
+    def _not_ready(self) -> str:
+        return self._waits_for

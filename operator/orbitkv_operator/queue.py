@@ -1,0 +1,116 @@
+"""One queue of keys, each at most once in it, and none handled by two threads at one time."""
+
+from __future__ import annotations
+
+import heapq
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+FIRST_BACKOFF: Final = 0.5
+LONGEST_BACKOFF: Final = 30.0
+
+
+class Key(NamedTuple):
+    """What is to be looked at."""
+
+    kind: str
+    name: str
+    namespace: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.namespace + '/' if self.namespace else ''}{self.name}"
+
+
+@dataclass
+class KeyedQueue:
+    """Keys with times. Adding one that is there brings it forward and never back; a key that is added while it is
+    handled is handled once more afterwards.
+
+    The lock guards everything here and is held for bookkeeping only.
+    """
+
+    _condition: threading.Condition = field(default_factory=threading.Condition)
+    _due: dict[Key, float] = field(default_factory=dict)
+    _heap: list[tuple[float, Key]] = field(default_factory=list)
+    """(due, key), also outdated ones: only those that agree with `_due` count."""
+    _running: dict[Key, float] = field(default_factory=dict)
+    """Keys that are handled at present, and since when."""
+    _failures: dict[Key, int] = field(default_factory=dict)
+    _closed: bool = False
+
+    def add(self, key: Key, delay: float = 0.0) -> None:
+        """Have `key` handled in `delay` seconds at the latest."""
+        due = time.monotonic() + delay
+        with self._condition:
+            if due < self._due.get(key, float("inf")):
+                self._due[key] = due
+                heapq.heappush(self._heap, (due, key))
+                self._condition.notify_all()
+
+    def take(self) -> Key | None:
+        """Wait for a key whose time has come and that nobody handles; None: the queue was closed."""
+        with self._condition:
+            while not self._closed:
+                now = time.monotonic()
+                wait: float | None = None
+                held: list[tuple[float, Key]] = []
+                found: Key | None = None
+                while self._heap:
+                    due, key = self._heap[0]
+                    if self._due.get(key) != due:
+                        heapq.heappop(self._heap)
+                    elif due > now:
+                        wait = due - now
+                        break
+                    else:
+                        heapq.heappop(self._heap)
+                        if key not in self._running:
+                            found = key
+                            break
+                        held.append((due, key))  # its turn comes when the present one has ended
+                for entry in held:
+                    heapq.heappush(self._heap, entry)
+                if found is not None:
+                    del self._due[found]
+                    self._running[found] = now
+                    return found
+                self._condition.wait(wait)
+            return None
+
+    def done(self, key: Key) -> None:
+        """`key` was handled; its failures are forgotten."""
+        with self._condition:
+            self._running.pop(key, None)
+            self._failures.pop(key, None)
+            self._condition.notify_all()
+
+    def failed(self, key: Key, at_least: float = 0.0) -> float:
+        """`key` could not be handled: try again, later each time. Returns after how many seconds."""
+        with self._condition:
+            self._running.pop(key, None)
+            count = self._failures.get(key, 0)
+            self._failures[key] = min(count + 1, 16)
+            self._condition.notify_all()
+        delay = max(min(FIRST_BACKOFF * float(2**count), LONGEST_BACKOFF), at_least)
+        self.add(key, delay)
+        return delay
+
+    def longest_running(self) -> float:
+        """Return for how many seconds the oldest handling at present has run."""
+        with self._condition:
+            now = time.monotonic()
+            return now - min(self._running.values(), default=now)
+
+    def overdue(self) -> float:
+        """Return for how many seconds the key that should have been handled first has waited."""
+        with self._condition:
+            waiting = [due for key, due in self._due.items() if key not in self._running]
+            return max(0.0, time.monotonic() - min(waiting, default=float("inf")))
+
+    def close(self) -> None:
+        """Let everybody who waits for a key go."""
+        with self._condition:
+            self._closed = True
+            self._condition.notify_all()

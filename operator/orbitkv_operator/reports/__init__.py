@@ -1,0 +1,1 @@
+"""What agents report: the server that takes it, and what is made of it."""

@@ -1,0 +1,89 @@
+"""One queue of keys."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from orbitkv_operator.queue import FIRST_BACKOFF, LONGEST_BACKOFF, Key, KeyedQueue
+
+A, B = Key("Kind", "a"), Key("Kind", "b")
+
+
+def test_key_that_is_added_often_is_handled_once() -> None:
+    queue = KeyedQueue()
+    for _ in range(3):
+        queue.add(A)
+    queue.add(B)
+    assert {queue.take(), queue.take()} == {A, B}
+    queue.done(A)
+    queue.done(B)
+    queue.add(B, 0.01)
+    assert queue.take() == B
+
+
+def test_key_is_not_handled_by_two_at_one_time() -> None:
+    queue = KeyedQueue()
+    queue.add(A)
+    assert queue.take() == A
+    queue.add(A)
+    queue.add(B, 0.05)
+    assert queue.take() == B  # not A, although its time has come
+    queue.done(A)
+    assert queue.take() == A
+
+
+def test_adding_brings_forward_and_never_back() -> None:
+    queue = KeyedQueue()
+    queue.add(A, 60)
+    queue.add(A)
+    queue.add(A, 60)
+    began = time.monotonic()
+    assert queue.take() == A
+    assert time.monotonic() - began < 1
+
+
+def test_failures_wait_longer_each_time_and_are_forgotten() -> None:
+    queue = KeyedQueue()
+    delays = []
+    for _ in range(9):
+        queue.add(A)
+        assert queue.take() == A
+        delays.append(queue.failed(A))
+    assert delays[:3] == [FIRST_BACKOFF, 2 * FIRST_BACKOFF, 4 * FIRST_BACKOFF] and delays[-1] == LONGEST_BACKOFF
+    queue.add(A)
+    queue.take()
+    queue.done(A)
+    queue.add(A)
+    queue.take()
+    assert queue.failed(A) == FIRST_BACKOFF
+
+
+def test_server_decides_how_long_to_wait_at_least() -> None:
+    queue = KeyedQueue()
+    queue.add(A)
+    queue.take()
+    assert queue.failed(A, 7.0) == 7.0
+
+
+def test_closing_lets_everybody_go() -> None:
+    queue = KeyedQueue()
+    taken: list[Key | None] = []
+    thread = threading.Thread(target=lambda: taken.append(queue.take()))
+    thread.start()
+    queue.close()
+    thread.join(5)
+    assert taken == [None]
+
+
+def test_stalled_handling_is_seen() -> None:
+    queue = KeyedQueue()
+    queue.add(A)
+    queue.take()
+    queue.add(B)
+    deadline = time.monotonic() + 5
+    while queue.longest_running() < 0.02 or queue.overdue() < 0.02:
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.01)
+    queue.done(A)
+    assert queue.longest_running() == 0

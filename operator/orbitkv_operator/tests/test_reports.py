@@ -1,0 +1,238 @@
+"""Reports of agents: who may send which, over a real connection."""
+
+from __future__ import annotations
+
+import base64
+import json
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import grpc
+import pytest
+
+from orbitkv_crds import names
+from orbitkv_crds.agent_api.reports_pb2 import Report
+from orbitkv_crds.agent_api.reports_pb2_grpc import ReportsStub
+from orbitkv_operator.certificates import Serving, read, renewed
+from orbitkv_operator.cluster.api import TOKEN_REVIEWS, ApiError, Manifest, Resource
+from orbitkv_operator.reports.server import ReportServer
+from orbitkv_operator.reports.store import FRESH, ReportStore
+from orbitkv_operator.reviews import Reviews
+from orbitkv_operator.tests.fakes import RELEASE, FakeApi
+
+SERVER = names.reports_server_name(RELEASE)
+
+
+def token(name: str, seconds: float = 3600) -> str:
+    claims = json.dumps({"exp": time.time() + seconds, "name": name}).encode()
+    return f"x.{base64.urlsafe_b64encode(claims).decode().rstrip('=')}.y"
+
+
+class Tokens(FakeApi):
+    """Answers token reviews: `users` has who a token belongs to, and on which node."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.users: dict[str, tuple[str, str]] = {}
+        self.reviewed: list[str] = []
+        self.down = False
+
+    def create(self, resource: Resource, namespace: str | None, manifest: Manifest) -> Manifest:
+        assert resource is TOKEN_REVIEWS
+        if self.down:
+            raise ApiError(0, "away")
+        spec: Any = manifest["spec"]
+        self.reviewed.append(spec["token"])
+        name, node = self.users.get(spec["token"], ("", ""))
+        if not name:
+            return {"status": {"authenticated": False}}
+        extra = {"authentication.kubernetes.io/node-name": [node]} if node else {}
+        return {
+            "status": {
+                "authenticated": True,
+                "audiences": spec["audiences"],
+                "user": {"username": name, "extra": extra},
+            }
+        }
+
+
+def certificate() -> Serving:
+    return read(renewed(None, (SERVER,)))
+
+
+@dataclass
+class Served:
+    tokens: Tokens
+    server: ReportServer
+    store: ReportStore
+    serving: Serving
+    seen: list[Report] = field(default_factory=list)
+
+    def push(self, bearer: str, bundle: bytes | None = None, **report: Any) -> int:
+        """Send a report in a connection of its own; return how many seconds to wait for the next."""
+        credentials = grpc.ssl_channel_credentials(bundle or self.serving.bundle)
+        options = [("grpc.ssl_target_name_override", SERVER)]
+        with grpc.secure_channel(f"127.0.0.1:{self.server.port}", credentials, options) as channel:
+            body = Report(**{"pool": "main", "node": "node-a", "boot_id": "1", "sequence": time.time_ns(), **report})
+            answer = ReportsStub(channel).Push(body, timeout=10, metadata=(("authorization", f"Bearer {bearer}"),))
+            return int(answer.interval_seconds)
+
+    def refusal(self, bearer: str, **report: Any) -> tuple[grpc.StatusCode, str]:
+        with pytest.raises(grpc.RpcError) as caught:
+            self.push(bearer, **report)
+        error: Any = caught.value
+        return error.code(), error.details()
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    tokens, store, seen = Tokens(), ReportStore(), []
+    server = ReportServer(0, RELEASE, Reviews(tokens), store, lambda before, report: seen.append(report))
+    serving = certificate()
+    server.show(serving)
+    yield Served(tokens, server, store, serving, seen)
+    server.close()
+
+
+def agents(pool: str = "main") -> str:
+    return f"system:serviceaccount:{RELEASE}:orbitkv-{pool}"
+
+
+def test_report_of_an_agent_is_taken(served: Served) -> None:
+    mine = token("a")
+    served.tokens.users[mine] = agents(), "node-a"
+    assert served.push(mine) == 15
+    assert [it.node for it in served.store.of_pool("main")] == ["node-a"]
+    assert len(served.seen) == 1
+
+
+def test_report_for_another_node_is_refused(served: Served) -> None:
+    mine = token("a")
+    served.tokens.users[mine] = agents(), "node-a"
+    code, words = served.refusal(mine, node="node-b")
+    assert code is grpc.StatusCode.PERMISSION_DENIED and "node-a" in words and "node-b" in words
+    assert served.store.of_pool("main") == [] and served.seen == []
+
+
+def test_report_for_another_pool_is_refused(served: Served) -> None:
+    mine = token("a")
+    served.tokens.users[mine] = agents("other"), "node-a"
+    assert served.refusal(mine)[0] is grpc.StatusCode.PERMISSION_DENIED
+
+
+@pytest.mark.parametrize("name", ["system:serviceaccount:elsewhere:orbitkv-main", "system:admin"])
+def test_report_of_somebody_else_is_refused(served: Served, name: str) -> None:
+    mine = token("a")
+    served.tokens.users[mine] = name, "node-a"
+    assert served.refusal(mine)[0] is grpc.StatusCode.PERMISSION_DENIED
+
+
+def test_token_that_is_bound_to_no_node_is_refused(served: Served) -> None:
+    mine = token("a")
+    served.tokens.users[mine] = agents(), ""
+    assert served.refusal(mine, node="")[0] is grpc.StatusCode.PERMISSION_DENIED
+
+
+def test_invalid_token_is_refused(served: Served) -> None:
+    assert served.refusal("forged")[0] is grpc.StatusCode.UNAUTHENTICATED
+    assert served.refusal("")[0] is grpc.StatusCode.UNAUTHENTICATED
+
+
+def test_apiserver_that_is_away_is_no_refusal_for_good(served: Served) -> None:
+    mine = token("a")
+    served.tokens.users[mine] = agents(), "node-a"
+    served.tokens.down = True
+    assert served.refusal(mine)[0] is grpc.StatusCode.UNAVAILABLE
+    served.tokens.down = False
+    assert served.push(mine) == 15
+
+
+def test_token_is_reviewed_once(served: Served) -> None:
+    mine = token("a")
+    served.tokens.users[mine] = agents(), "node-a"
+    for _ in range(5):
+        served.push(mine)
+    assert served.tokens.reviewed == [mine]
+
+
+def test_known_token_serves_on_while_the_apiserver_is_away(served: Served) -> None:
+    mine = token("a")
+    served.tokens.users[mine] = agents(), "node-a"
+    served.push(mine)
+    served.tokens.down = True
+    assert served.push(mine) == 15
+
+
+def test_certificate_is_changed_while_reports_come_in(served: Served) -> None:
+    mine = token("a")
+    served.tokens.users[mine] = agents(), "node-a"
+    served.push(mine)
+    another = certificate()
+    both = served.serving.bundle + another.bundle
+    with ThreadPoolExecutor(4) as threads:
+        running = [threads.submit(served.push, mine, both) for _ in range(20)]
+        served.server.show(another)
+        running += [threads.submit(served.push, mine, both) for _ in range(20)]
+        assert {future.result(20) for future in running} == {15}
+    assert served.push(mine, another.bundle) == 15
+    assert served.refusal(mine, bundle=served.serving.bundle)[0] is grpc.StatusCode.UNAVAILABLE
+
+
+# --------------------------------------------------------------------------------------------------------------- store
+
+
+def report(sequence: int, boot: str = "1", **more: Any) -> Report:
+    return Report(pool="main", node="a", boot_id=boot, sequence=sequence, **more)
+
+
+def test_older_report_of_the_same_run_is_dropped() -> None:
+    store = ReportStore()
+    store.put(report(2, release="new"))
+    store.put(report(1, release="old"))
+    assert store.of_pool("main")[0].release == "new"
+    store.put(report(1, "2", release="restarted"))
+    assert store.of_pool("main")[0].release == "restarted"
+
+
+def test_reports_grow_old() -> None:
+    now = 0.0
+    store = ReportStore(clock=lambda: now)
+    store.start()
+    store.put(report(1))
+    assert not store.settled
+    now = FRESH + 1
+    assert store.of_pool("main") == [] and store.settled
+
+
+# -------------------------------------------------------------------------------------------------------------- reviews
+
+
+def test_token_is_forgotten_when_it_ends() -> None:
+    api, now = Tokens(), datetime.now(UTC)
+    moment = now.timestamp()
+    reviews = Reviews(api, clock=lambda: moment)
+    mine = token("a", 600)
+    api.users[mine] = agents(), "node-a"
+    assert reviews.user(mine, "x") is not None
+    moment += timedelta(minutes=11).total_seconds()
+    del api.users[mine]
+    assert reviews.user(mine, "x") is None
+
+
+def test_token_for_one_audience_is_none_for_another() -> None:
+    api = Tokens()
+    reviews = Reviews(api)
+    mine = token("a")
+    api.users[mine] = agents(), "node-a"
+    reviews.user(mine, "one")
+    reviews.user(mine, "two")
+    assert len(api.reviewed) == 2
+
+
+def test_absurdly_long_token_is_not_even_asked_about() -> None:
+    api = Tokens()
+    assert Reviews(api).user("x" * 100_000, "one") is None and api.reviewed == []

@@ -1,0 +1,85 @@
+"""When a status is written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from orbitkv_operator.cluster.api import POOLS
+from orbitkv_operator.reconcile.status_writer import LastWrites, StatusWriter, wait_for
+from orbitkv_operator.tests.fakes import FakeApi, pool_body
+
+
+def status(ready: str = "True", used: str = "1Gi", caches: int = 1, **more: Any) -> dict[str, Any]:
+    conditions = [{"type": "Ready", "status": ready}]
+    return {"conditions": conditions, "cacheNamespaces": caches, "tiers": {"dram": {"used": used}}, **more}
+
+
+NEVER = LastWrites()
+
+
+def test_same_status_is_not_written() -> None:
+    assert wait_for(status(), status(), NEVER, 100.0) is None
+
+
+def test_changed_condition_is_written_at_once() -> None:
+    assert wait_for(status(), status("False"), NEVER, 100.0) == 0
+
+
+def test_next_change_of_the_same_object_waits() -> None:
+    assert wait_for(status(), status("False"), LastWrites(any=95.0), 100.0) == 5
+
+
+@pytest.mark.parametrize(("used", "written"), [("1.05Gi", False), ("1.2Gi", True), ("0.8Gi", True), ("0", True)])
+def test_figures_are_written_when_they_moved_by_a_tenth(used: str, written: bool) -> None:
+    assert (wait_for(status(), status(used=used), NEVER, 100.0) is not None) is written
+
+
+def test_figures_are_written_every_five_minutes_at_most() -> None:
+    assert wait_for(status(), status(used="9Gi"), LastWrites(any=90.0, figures=90.0), 100.0) == 290
+
+
+def test_new_figures_go_along_with_a_changed_condition() -> None:
+    api = FakeApi()
+    live = api.add(POOLS, pool_body() | {"status": status()})
+    writer = StatusWriter(api)
+    assert writer.write(POOLS, live, status("False", "1.01Gi")) is None
+    stored = api.get(POOLS, None, "main")
+    assert stored is not None and stored["status"]["tiers"]["dram"]["used"] == "1.01Gi"
+
+
+def test_pool_that_nobody_refers_to_any_more_shows_it_without_waiting() -> None:
+    assert wait_for(status(caches=3), status(caches=0), LastWrites(any=99.0), 100.0) == 0
+    assert wait_for(status(caches=3), status(caches=2), LastWrites(any=99.0), 100.0) == 9
+
+
+def test_three_writes_a_second_in_all() -> None:
+    api, now = FakeApi(), [1000.0]
+    writer = StatusWriter(api, clock=lambda: now[0])
+    bodies = [api.add(POOLS, pool_body(f"pool-{number}")) for number in range(100)]
+    waiting = bodies
+    while waiting:
+        waiting = [body for body in waiting if writer.write(POOLS, body, status()) is not None]
+        now[0] += 0.05
+    assert len(api.writes) == 100
+    assert 32 <= now[0] - 1000 <= 36
+
+
+def test_who_waits_is_given_a_time_and_need_not_ask_before() -> None:
+    api, now = FakeApi(), 1000.0
+    writer = StatusWriter(api, clock=lambda: now)
+    bodies = [api.add(POOLS, pool_body(f"pool-{number}")) for number in range(30)]
+    waits = [writer.write(POOLS, body, status()) or 0.0 for body in bodies]
+    assert waits == pytest.approx([number / 3 for number in range(30)])
+    for body, wait in zip(bodies[1:], waits[1:], strict=True):
+        now = 1000.001 + wait
+        assert writer.write(POOLS, body, status()) is None
+    assert len(api.writes) == 30
+
+
+def test_status_is_not_written_to_another_object_of_the_same_name() -> None:
+    api = FakeApi()
+    api.add(POOLS, pool_body(uid="new"))
+    with pytest.raises(Exception, match="another uid"):
+        StatusWriter(api).write(POOLS, pool_body(uid="old"), status())

@@ -1,0 +1,158 @@
+"""What the watches have shown of pools, cache namespaces, nodes and namespaces.
+
+A pool is read again from the API when it is reconciled; from here comes what it is seen together with.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from pydantic import ValidationError
+
+from orbitkv_crds.cachenamespace import CacheNamespace
+from orbitkv_crds.model import describe_errors
+from orbitkv_operator.cluster.api import CACHES, NAMESPACES, NODES, POOLS, Manifest, Resource
+
+Name = tuple[str, str]
+"""(namespace, name); no namespace for cluster-wide kinds."""
+
+KINDS: Final = (POOLS, CACHES, NODES, NAMESPACES)
+
+
+def name_of(manifest: Manifest) -> Name:
+    """Return under which name an object is kept here."""
+    metadata = manifest["metadata"]
+    return metadata.get("namespace") or "", metadata["name"]
+
+
+@dataclass(frozen=True)
+class Cache:
+    """A CacheNamespace as it was seen last."""
+
+    manifest: Manifest
+    model: CacheNamespace | None
+    """None: it cannot be read."""
+    problem: str
+    """Why it cannot be read."""
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> Cache:
+        """Read an object."""
+        try:
+            return cls(manifest, CacheNamespace.model_validate(manifest), "")
+        except ValidationError as error:
+            return cls(manifest, None, describe_errors(error))
+
+    @property
+    def pool(self) -> str:
+        """Name of the pool that it refers to."""
+        reference = (self.manifest.get("spec") or {}).get("poolRef") or {}
+        return str(reference.get("name") or "")
+
+
+@dataclass
+class View:
+    """Written by the watches and by reconciling, read by reconciling. The lock guards everything; nothing waits
+    under it. What is handed out is never changed afterwards."""
+
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _objects: dict[Resource, dict[Name, Any]] = field(default_factory=lambda: {kind: {} for kind in KINDS})
+    _changes: int = 0
+    """Raised by every change that may alter which claims a pool accepts."""
+
+    def put(self, resource: Resource, manifest: Manifest) -> bool:
+        """Keep an object; return whether what matters of it differs from what was known."""
+        name, kept = name_of(manifest), _keep(resource, manifest)
+        with self._lock:
+            before = self._objects[resource].get(name)
+            self._objects[resource][name] = kept
+            differs = before is None or _essence(resource, before) != _essence(resource, kept)
+            self._changes += differs
+            return differs
+
+    def drop(self, resource: Resource, name: Name) -> bool:
+        """Forget an object; return whether it was known."""
+        with self._lock:
+            known = self._objects[resource].pop(name, None) is not None
+            self._changes += known
+            return known
+
+    def names(self, resource: Resource) -> set[Name]:
+        """Return the names of all objects of a kind; of kinds that are not kept here there are none."""
+        with self._lock:
+            return set(self._objects.get(resource, ()))
+
+    @property
+    def changes(self) -> int:
+        """A number that differs whenever something has changed that decisions depend on."""
+        with self._lock:
+            return self._changes
+
+    def pools(self) -> list[Manifest]:
+        """Return all pools."""
+        with self._lock:
+            return list(self._objects[POOLS].values())
+
+    def pool(self, name: str) -> Manifest | None:
+        """Return a pool."""
+        with self._lock:
+            found: Manifest | None = self._objects[POOLS].get(("", name))
+            return found
+
+    def cache(self, namespace: str, name: str) -> Cache | None:
+        """Return a CacheNamespace."""
+        with self._lock:
+            found: Cache | None = self._objects[CACHES].get((namespace, name))
+            return found
+
+    def caches(self, pool: str | None = None) -> list[Cache]:
+        """Return the CacheNamespaces that refer to a pool, or all."""
+        with self._lock:
+            found = list(self._objects[CACHES].values())
+        return [cache for cache in found if pool is None or cache.pool == pool]
+
+    def nodes(self) -> dict[str, Manifest]:
+        """Return all nodes by name: labels, taints, and whether they are ready."""
+        with self._lock:
+            return {name: node for (_, name), node in self._objects[NODES].items()}
+
+    def namespace_labels(self, name: str) -> dict[str, str] | None:
+        """Return the labels of a namespace; None: it is not known."""
+        with self._lock:
+            found: dict[str, str] | None = self._objects[NAMESPACES].get(("", name))
+            return found
+
+
+def _keep(resource: Resource, manifest: Manifest) -> Any:
+    """Return what is kept of an object: of nodes and namespaces, which are many, no more than is used."""
+    metadata = manifest["metadata"]
+    if resource is NAMESPACES:
+        return dict(metadata.get("labels") or {})
+    if resource is NODES:
+        ready = [
+            {"type": it["type"], "status": it["status"]}
+            for it in (manifest.get("status") or {}).get("conditions") or ()
+            if it["type"] == "Ready"
+        ]
+        return {
+            "metadata": {"name": metadata["name"], "labels": dict(metadata.get("labels") or {})},
+            "spec": {"taints": [dict(it) for it in (manifest.get("spec") or {}).get("taints") or ()]},
+            "status": {"conditions": ready},
+        }
+    kept = {**manifest, "metadata": {key: value for key, value in metadata.items() if key != "managedFields"}}
+    return Cache.of(kept) if resource is CACHES else kept
+
+
+def _essence(resource: Resource, kept: Any) -> Any:
+    """Return the part of an object whose change concerns other objects too."""
+    if resource in (NODES, NAMESPACES):
+        return kept
+    manifest = kept.manifest if resource is CACHES else kept
+    metadata = manifest["metadata"]
+    essence = (metadata.get("uid"), metadata.get("generation"), metadata.get("deletionTimestamp"))
+    if resource is POOLS:  # cache namespaces show whether their pool is available
+        conditions = (manifest.get("status") or {}).get("conditions") or ()
+        return *essence, [(it["type"], it["status"], it["reason"]) for it in conditions]
+    return essence
