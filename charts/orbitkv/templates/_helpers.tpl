@@ -1,0 +1,35 @@
+{{/* Labels of every object. Call with (list . "component"). */}}
+{{- define "orbitkv.labels" -}}
+{{- $root := index . 0 -}}
+helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace "+" "_" | trunc 63 | trimSuffix "-" }}
+app.kubernetes.io/version: {{ $root.Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ $root.Release.Service }}
+app.kubernetes.io/instance: {{ $root.Release.Name }}
+app.kubernetes.io/part-of: orbitkv
+app.kubernetes.io/name: orbitkv
+app.kubernetes.io/component: {{ index . 1 }}
+{{- end }}
+
+{{/* What selects the operator's pods. Without the release's name: selectors cannot change, and another release may take over. */}}
+{{- define "orbitkv.operator.selector" -}}
+app.kubernetes.io/name: orbitkv
+app.kubernetes.io/component: operator
+{{- end }}
+
+{{/* The full name of an image. Call with (list . .Values.images.NAME). */}}
+{{- define "orbitkv.image" -}}
+{{- $root := index . 0 -}}
+{{- $image := index . 1 -}}
+{{- $name := printf "%s/%s" ($image.registry | default $root.Values.images.registry) $image.repository | trimPrefix "/" -}}
+{{- if $image.digest -}}
+{{ $name }}@{{ $image.digest }}
+{{- else -}}
+{{ $name }}:{{ $image.tag | default $root.Chart.AppVersion }}
+{{- end -}}
+{{- end }}
+
+{{/* Names by which agents reach the report server; the first is the one that they check. */}}
+{{- define "orbitkv.reports.names" -}}
+- orbitkv-reports.{{ .Release.Namespace }}.svc
+- orbitkv-reports.{{ .Release.Namespace }}.svc.cluster.local
+{{- end }}

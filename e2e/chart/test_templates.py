@@ -1,0 +1,302 @@
+"""What the chart renders, with Helm 3 and Helm 4."""
+
+import json
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from e2e.chart.helm import CHART, EVERYTHING, NAMESPACE, Helm
+from orbitkv_crds import names
+from orbitkv_operator.rights import CLUSTER_RULES, NAMESPACE_RULES
+from orbitkv_operator.settings import load_settings
+
+ROOT = CHART.parents[1]
+VALUES: list[dict[str, Any]] = [{}, EVERYTHING]
+CLUSTER_SCOPED = {
+    "ClusterRole",
+    "ClusterRoleBinding",
+    "CustomResourceDefinition",
+    "PriorityClass",
+    "SecurityContextConstraints",
+    "ValidatingAdmissionPolicy",
+    "ValidatingAdmissionPolicyBinding",
+}
+
+
+@pytest.mark.parametrize("values", VALUES, ids=["defaults", "everything"])
+def test_rendering_is_the_same_each_time_and_with_each_helm(values: dict[str, Any], helm: Helm, helm4: Helm) -> None:
+    assert helm.text(values, cached=False) == helm.text(values)
+    assert helm4.text(values, cached=False) == helm4.text(values)
+    assert helm4.render(values).all == helm.render(values).all
+
+
+def test_nothing_that_is_rendered_depends_on_the_cluster_or_on_chance() -> None:
+    changing = r"\b(lookup|rand\w*|gen[A-Z]\w+|now|date\w*|uuidv4|Capabilities)\b"
+    for path in sorted((CHART / "templates").rglob("*.yaml")):
+        for action in re.findall(r"\{\{.*?\}\}", path.read_text(), re.DOTALL):
+            assert not re.search(changing, action), f"{path}: {action}"
+
+
+@pytest.mark.parametrize("values", VALUES, ids=["defaults", "everything"])
+def test_names_do_not_depend_on_the_release(helm: Helm, values: dict[str, Any]) -> None:
+    def rendered(release: str) -> list[tuple[str, str]]:
+        return [(each["kind"], each["metadata"]["name"]) for each in helm.render(values, release=release).all]
+
+    assert rendered("orbitkv") == rendered("another")
+
+
+def test_selectors_do_not_depend_on_release_or_version(helm: Helm) -> None:
+    """A selector cannot be changed: an upgrade, or another release that takes over, would fail."""
+    deployment = helm.render().one("Deployment", "orbitkv-operator")
+    assert deployment["spec"]["selector"]["matchLabels"] == {
+        "app.kubernetes.io/name": "orbitkv",
+        "app.kubernetes.io/component": "operator",
+    }
+
+
+@pytest.mark.parametrize("values", VALUES, ids=["defaults", "everything"])
+def test_every_object_says_where_it_belongs(helm: Helm, values: dict[str, Any]) -> None:
+    for each in helm.render(values).all:
+        labels = each["metadata"]["labels"]
+        name = f"{each['kind']} {each['metadata']['name']}"
+        assert labels["app.kubernetes.io/managed-by"] == "Helm", name
+        assert labels["app.kubernetes.io/instance"] == "orbitkv", name
+        assert labels["helm.sh/chart"].startswith("orbitkv-"), name
+        assert ("namespace" in each["metadata"]) == (each["kind"] not in CLUSTER_SCOPED), name
+        assert each["metadata"].get("namespace", NAMESPACE) == NAMESPACE, name
+
+
+def test_everything_renders_each_template(helm: Helm) -> None:
+    rendered = helm.text(EVERYTHING)
+    for path in (CHART / "templates").rglob("*.yaml"):
+        assert f"# Source: orbitkv/{path.relative_to(CHART)}\n" in rendered, path
+
+
+# --------------------------------------------------------------------------------------------------------------- rights
+
+
+def test_rights_of_agents_are_these_and_no_more(helm: Helm) -> None:
+    rules = helm.render().one("ClusterRole", "orbitkv-agent")["rules"]
+    granted = {
+        (group, kind, verb) for r in rules for group in r["apiGroups"] for kind in r["resources"] for verb in r["verbs"]
+    }
+    assert granted == {
+        ("authentication.k8s.io", "tokenreviews", "create"),
+        ("authorization.k8s.io", "subjectaccessreviews", "create"),
+        ("orbitkv.io", "cachenamespaces", "get"),
+        ("orbitkv.io", "cachenamespaces", "list"),
+        ("orbitkv.io", "cachenamespaces", "watch"),
+        ("", "namespaces", "get"),
+        ("", "namespaces", "list"),
+        ("", "namespaces", "watch"),
+    }
+    assert all(set(rule) == {"apiGroups", "resources", "verbs"} for rule in rules)
+
+
+def test_rights_of_the_operator_are_what_its_code_lists(helm: Helm) -> None:
+    objects = helm.render()
+    assert objects.one("ClusterRole", "orbitkv-operator")["rules"] == [r.as_policy_rule() for r in CLUSTER_RULES]
+    assert objects.one("Role", "orbitkv-operator")["rules"] == [r.as_policy_rule() for r in NAMESPACE_RULES]
+
+
+@pytest.mark.parametrize("values", VALUES, ids=["defaults", "everything"])
+def test_no_role_has_a_wildcard_or_can_grant_rights(helm: Helm, values: dict[str, Any]) -> None:
+    objects = helm.render(values)
+    for role in [*objects.of("ClusterRole"), *objects.of("Role")]:
+        for rule in role["rules"]:
+            assert "*" not in [word for words in rule.values() for word in words], role["metadata"]["name"]
+            assert "rbac.authorization.k8s.io" not in rule.get("apiGroups", [])
+            assert not {"bind", "escalate", "impersonate"} & set(rule["verbs"])
+
+
+def test_people_get_cache_namespaces_through_the_roles_that_they_have(helm: Helm) -> None:
+    def aggregated(values: dict[str, Any]) -> dict[str, set[str]]:
+        prefix = "rbac.authorization.k8s.io/aggregate-to-"
+        return {
+            role["metadata"]["name"]: {
+                key.removeprefix(prefix) for key in role["metadata"]["labels"] if key.startswith(prefix)
+            }
+            for role in helm.render(values).of("ClusterRole")
+        }
+
+    roles = aggregated({})
+    assert roles["orbitkv-cachenamespaces-edit"] == {"admin", "edit"}
+    assert roles["orbitkv-view"] == {"view"}
+    assert roles["orbitkv-managerpools-admin"] == set(), "a pool takes memory of the nodes: not for every tenant"
+    assert not any(aggregated({"rbac": {"aggregate": False}}).values())
+
+
+# ------------------------------------------------------------------------------------------------------------- operator
+
+
+def pod_spec(helm: Helm, values: dict[str, Any] | None = None) -> dict[str, Any]:
+    spec: dict[str, Any] = helm.render(values).one("Deployment", "orbitkv-operator")["spec"]["template"]["spec"]
+    return spec
+
+
+def container(helm: Helm, values: dict[str, Any] | None = None) -> dict[str, Any]:
+    found: dict[str, Any] = pod_spec(helm, values)["containers"][0]
+    return found
+
+
+@pytest.mark.parametrize("values", VALUES, ids=["defaults", "everything"])
+def test_operator_understands_what_the_chart_sets(helm: Helm, values: dict[str, Any]) -> None:
+    fields = {"metadata.name": "orbitkv-operator-0", "metadata.namespace": NAMESPACE, "status.podIP": "10.0.0.1"}
+    environment = {
+        each["name"]: each.get(
+            "value", fields.get(each.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath", ""), "")
+        )
+        for each in container(helm, values)["env"]
+    }
+    settings = load_settings([], environment)
+    assert settings.namespace == NAMESPACE
+    assert settings.pod_name == "orbitkv-operator-0"
+    assert settings.certificates == values.get("certificates", {}).get("provider", "self-managed")
+    assert list(settings.agent_pull_secrets) == [s["name"] for s in values.get("images", {}).get("pullSecrets", [])]
+    assert list(settings.metrics_from) == values.get("networkPolicy", {}).get("metricsFrom", [])
+    unknown = {name for name in environment if name.startswith("ORBITKV_OPERATOR_")} - {
+        f"ORBITKV_OPERATOR_{name.upper()}" for name in type(settings).model_fields
+    }
+    assert not unknown, "the operator passes these over"
+
+
+def test_ports_are_those_that_the_operator_opens(helm: Helm) -> None:
+    settings = load_settings([], {"POD_NAMESPACE": NAMESPACE, "ORBITKV_OPERATOR_AGENT_IMAGE": "a"})
+    ports = {each["name"]: each["containerPort"] for each in container(helm)["ports"]}
+    assert ports == {"metrics": settings.metrics_port, "probes": settings.probes_port, "reports": settings.reports_port}
+    reports = helm.render().one("Service", "orbitkv-reports")["spec"]
+    assert "selector" not in reports, "only the operator that acts takes reports; it names itself"
+    assert reports["ports"][0]["port"] == settings.reports_port
+
+
+@pytest.mark.parametrize("values", VALUES, ids=["defaults", "everything"])
+def test_pods_meet_the_restricted_standard(helm: Helm, values: dict[str, Any]) -> None:
+    pods = [pod_spec(helm, values), helm.render(values).one("Pod", "orbitkv-test")["spec"]]
+    for spec in pods:
+        assert spec["securityContext"]["runAsNonRoot"] is True
+        assert spec["securityContext"]["runAsUser"] == 10001
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert all(set(volume) - {"name"} == {"emptyDir"} for volume in spec["volumes"])
+        for each in spec["containers"]:
+            assert each["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            }
+            assert each["resources"]["limits"]["memory"]
+
+
+def test_images_by_registry_tag_and_digest(helm: Helm) -> None:
+    def images(values: dict[str, Any]) -> tuple[str, str]:
+        found = container(helm, values)
+        return found["image"], next(e["value"] for e in found["env"] if e["name"] == "ORBITKV_OPERATOR_AGENT_IMAGE")
+
+    version = yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"]
+    assert images({}) == (f"localhost/orbitkv/operator:{version}", f"localhost/orbitkv/node-agent:{version}")
+    assert images(EVERYTHING) == (
+        "other.example.com/orbitkv/operator@sha256:" + "a" * 64,
+        "registry.example.com:5000/cache/orbitkv/node-agent:next",
+    )
+    assert images({"images": {"registry": ""}})[0] == f"orbitkv/operator:{version}"
+
+
+def test_versions_agree() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert chart["appVersion"] == project
+    assert chart["version"] == project
+
+
+def test_disruption_budget_lets_a_node_with_the_only_operator_be_drained(helm: Helm) -> None:
+    spec = helm.render({"operator": {"replicas": 1}}).one("PodDisruptionBudget", "orbitkv-operator")["spec"]
+    assert spec["maxUnavailable"] == 1
+    assert "minAvailable" not in spec
+
+
+def test_labels_of_people_cannot_unhook_the_pods(helm: Helm) -> None:
+    values = {"operator": {"podLabels": {"app.kubernetes.io/component": "mine", "a": "b"}}}
+    template = helm.render(values).one("Deployment", "orbitkv-operator")["spec"]["template"]
+    assert template["metadata"]["labels"]["app.kubernetes.io/component"] == "operator"
+    assert template["metadata"]["labels"]["a"] == "b"
+
+
+# ---------------------------------------------------------------------------------------------------------- other parts
+
+
+def test_crds_stay_when_the_chart_goes(helm: Helm) -> None:
+    crds = helm.render().of("CustomResourceDefinition")
+    assert {crd["metadata"]["name"] for crd in crds} == {"managerpools.orbitkv.io", "cachenamespaces.orbitkv.io"}
+    assert all(crd["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep" for crd in crds)
+    assert helm.render({"crds": {"install": False}}).of("CustomResourceDefinition") == []
+
+
+def test_priority_of_agents_preempts_nothing(helm: Helm) -> None:
+    found = helm.render().one("PriorityClass", "orbitkv-agent")
+    assert found["preemptionPolicy"] == "Never"
+    assert found["globalDefault"] is False
+    assert found["value"] == 1_000_000
+    assert helm.render({"agentPriority": {"create": False}}).of("PriorityClass") == []
+
+
+def test_self_managed_certificates_leave_nothing_to_render(helm: Helm) -> None:
+    """A rendered Secret would be made anew, or emptied, with every rendering of a GitOps tool."""
+    objects = helm.render()
+    assert objects.names("Secret") == ["orbitkv-metrics-reader"]
+    assert not {"data", "stringData"} & set(objects.one("Secret", "orbitkv-metrics-reader"))
+    assert helm.render({"monitoring": {"reader": False}}).of("Secret") == []
+    assert not {"Certificate", "Issuer"} & {each["kind"] for each in objects.all}
+
+
+def test_cert_manager_makes_the_secret_that_the_operator_reads(helm: Helm) -> None:
+    objects = helm.render({"certificates": {"provider": "cert-manager"}})
+    certificate = objects.one("Certificate", "orbitkv-certificates")["spec"]
+    assert certificate["secretName"] == names.CERTIFICATES_SECRET
+    assert certificate["dnsNames"][0] == names.reports_server_name(NAMESPACE)
+    assert certificate["issuerRef"] == {"group": "cert-manager.io", "kind": "Issuer", "name": "orbitkv-ca"}
+    assert objects.names("Issuer") == ["orbitkv-ca-self-signed", "orbitkv-ca"]
+
+
+def test_an_issuer_of_the_users_signs_alone(helm: Helm) -> None:
+    issuer = {"name": "company", "kind": "ClusterIssuer"}
+    objects = helm.render({"certificates": {"provider": "cert-manager", "issuer": issuer}})
+    assert objects.names("Certificate") == ["orbitkv-certificates"]
+    assert objects.of("Issuer") == []
+    reference = objects.one("Certificate", "orbitkv-certificates")["spec"]["issuerRef"]
+    assert reference == {"group": "cert-manager.io", **issuer}
+
+
+def test_metrics_are_open_to_those_named(helm: Helm) -> None:
+    def metrics(values: dict[str, Any]) -> dict[str, Any]:
+        rules = helm.render(values).one("NetworkPolicy", "orbitkv-operator")["spec"]["ingress"]
+        return next(rule for rule in rules if rule["ports"] == [{"port": "metrics"}])
+
+    assert "from" not in metrics({})
+    assert metrics(EVERYTHING)["from"] == EVERYTHING["networkPolicy"]["metricsFrom"]
+    assert helm.render({"networkPolicy": {"enabled": False}}).of("NetworkPolicy") == []
+
+
+def test_openshift_constraints_allow_what_agents_need_and_no_privilege(helm: Helm) -> None:
+    scc = helm.render(EVERYTHING).one("SecurityContextConstraints", "orbitkv")
+    assert scc["groups"] == [f"system:serviceaccounts:{NAMESPACE}"]
+    assert scc["allowHostDirVolumePlugin"] is True
+    assert not any(scc[key] for key in scc if key.startswith("allow") and key != "allowHostDirVolumePlugin")
+    assert helm.render().of("SecurityContextConstraints") == []
+
+
+def test_deletion_guard_can_be_left_out(helm: Helm) -> None:
+    assert helm.render().names("ValidatingAdmissionPolicy") == ["orbitkv-pool-deletion"]
+    assert helm.render({"deletionGuard": {"enabled": False}}).of("ValidatingAdmissionPolicy") == []
+
+
+def test_package_holds_no_tests_and_no_leftovers(helm: Helm, tmp_path: Path) -> None:
+    helm.run("package", str(CHART), "--destination", str(tmp_path))
+    (package,) = tmp_path.iterdir()
+    listed = subprocess.run(["tar", "-tzf", str(package)], capture_output=True, text=True, check=True).stdout.split()
+    assert not [name for name in listed if "__pycache__" in name or "/tests/test_" in name]
+    assert "orbitkv/values.schema.json" in listed
+    assert json.loads((CHART / "values.schema.json").read_text())["additionalProperties"] is False

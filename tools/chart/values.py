@@ -1,0 +1,246 @@
+"""The values of the chart `charts/orbitkv`: the one place where their names, defaults and meanings are written.
+
+`tools.chart.files` makes `values.yaml`, `values.schema.json` and the table in the documentation from these models.
+"""
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic.alias_generators import to_camel
+
+Digest = Annotated[str, Field(pattern=r"^(sha256:[0-9a-f]{64})?$")]
+Registry = Annotated[str, Field(pattern=r"^([^\s/].*[^\s/]|[^\s/])?$")]
+Tag = Annotated[str, Field(pattern=r"^([A-Za-z0-9_][A-Za-z0-9_.-]{0,127})?$")]
+Object = dict[str, Any]
+"""Passed on to Kubernetes as it is, which checks it."""
+
+
+class Part(BaseModel):
+    """A mapping whose keys are all known: a key that is not is refused by its name."""
+
+    model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid", alias_generator=to_camel)
+
+
+class SecretName(Part):
+    """A Secret of the release namespace."""
+
+    name: str = Field(min_length=1)
+
+
+class Image(Part):
+    """Where one image is."""
+
+    registry: Registry = Field(
+        default="", description="Its registry, with a path if there is one. Empty: `images.registry`."
+    )
+    repository: str = Field(pattern=r"^[a-z0-9]+([._/-]+[a-z0-9]+)*$", description="Its name in the registry.")
+    tag: Tag = Field(default="", description="Its tag. Empty: the version of the chart's application.")
+    digest: Digest = Field(default="", description="Its digest (`sha256:...`); if given, the tag means nothing.")
+
+
+class OperatorImage(Image):
+    """The image of the operator."""
+
+    repository: str = Field(
+        default="orbitkv/operator", pattern=r"^[a-z0-9]+([._/-]+[a-z0-9]+)*$", description="Its name in the registry."
+    )
+
+
+class AgentImage(Image):
+    """The image of the node agents."""
+
+    repository: str = Field(
+        default="orbitkv/node-agent", pattern=r"^[a-z0-9]+([._/-]+[a-z0-9]+)*$", description="Its name in the registry."
+    )
+
+
+class Images(Part):
+    """Where the images are."""
+
+    registry: Registry = Field(
+        default="localhost",
+        description="Registry of all images, with a path if there is one. No images are published: `make images` makes "
+        "them as `localhost/orbitkv/...`, and with this default they have to be on the nodes already. Push them to a "
+        "registry of yours and name it here.",
+    )
+    pull_policy: Literal["Always", "IfNotPresent", "Never"] = Field(
+        default="IfNotPresent", description="When the operator's image is pulled."
+    )
+    pull_secrets: list[SecretName] = Field(
+        default=[], description="Secrets of the release namespace for pulling images, as `- name: ...`."
+    )
+    operator: OperatorImage = Field(default=OperatorImage(), description="The operator's image.")
+    agent: AgentImage = Field(
+        default=AgentImage(), description="The node agents' image, for pools that do not name one themselves."
+    )
+
+
+class Resources(Part):
+    """Requests and limits of a container."""
+
+    requests: Object = Field(default={"cpu": "50m", "memory": "128Mi"}, description="What the scheduler sets aside.")
+    limits: Object = Field(default={"memory": "512Mi"}, description="What it may take at most.")
+
+
+class Operator(Part):
+    """The operator's Deployment."""
+
+    replicas: int = Field(
+        default=2, ge=0, le=5, description="Pods of the operator. One acts; another takes over if it goes."
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="What the operator logs."
+    )
+    resources: Resources = Field(default=Resources(), description="Requests and limits of the operator's pods.")
+    priority_class_name: str = Field(default="", description="Priority class of the operator's pods.")
+    node_selector: dict[str, str] = Field(default={}, description="Nodes that the operator may run on.")
+    tolerations: list[Object] = Field(default=[], description="Taints that the operator's pods tolerate.")
+    affinity: Object = Field(default={}, description="Affinity of the operator's pods.")
+    pod_annotations: dict[str, str] = Field(default={}, description="Further annotations of the operator's pods.")
+    pod_labels: dict[str, str] = Field(default={}, description="Further labels of the operator's pods.")
+
+
+class AgentPriority(Part):
+    """The PriorityClass `orbitkv-agent`."""
+
+    create: bool = Field(
+        default=True,
+        description="Make the PriorityClass `orbitkv-agent`, which pools use by default. It preempts nothing; it keeps "
+        "agents from being the first that a full node evicts.",
+    )
+    value: int = Field(default=1_000_000, ge=-(2**31), le=1_000_000_000, description="Its priority.")
+
+
+class IssuerRef(Part):
+    """An issuer of cert-manager."""
+
+    name: str = Field(
+        default="",
+        description="An issuer of yours. Empty: an issuer of its own, which signs with a CA that only OrbitKV uses.",
+    )
+    kind: Literal["Issuer", "ClusterIssuer"] = Field(default="Issuer", description="Its kind.")
+
+
+class Certificates(Part):
+    """The certificate of the server that agents send their reports to."""
+
+    provider: Literal["self-managed", "cert-manager"] = Field(
+        default="self-managed",
+        description="Who makes and renews the certificate of the server that agents report to. `self-managed`: the "
+        "operator. `cert-manager`: the chart makes a Certificate, and cert-manager has to be there.",
+    )
+    issuer: IssuerRef = Field(default=IssuerRef(), description="With cert-manager: who signs.")
+
+
+class CRDs(Part):
+    """The CustomResourceDefinitions."""
+
+    install: bool = Field(
+        default=True,
+        description="Install and upgrade the CustomResourceDefinitions with the chart. They, and all pools and cache "
+        "namespaces, stay when the chart is uninstalled.",
+    )
+
+
+class RBAC(Part):
+    """Roles for people."""
+
+    aggregate: bool = Field(
+        default=True,
+        description="Let the cluster's roles `admin` and `edit` manage CacheNamespaces, and `view` read them and "
+        "ManagerPools.",
+    )
+
+
+class NetworkPolicy(Part):
+    """NetworkPolicies of operator and agents."""
+
+    enabled: bool = Field(
+        default=True,
+        description="Restrict who may open connections to operator and agents. Needs a network that enforces it.",
+    )
+    metrics_from: list[Object] = Field(
+        default=[],
+        description="Who may read metrics: peers as in the `from` of a NetworkPolicy. Empty: every pod; a token is "
+        "needed in any case.",
+    )
+
+
+class ServiceMonitor(Part):
+    """The operator's ServiceMonitor."""
+
+    enabled: bool = Field(
+        default=False, description="Make a ServiceMonitor for the operator (needs the Prometheus Operator)."
+    )
+    interval: str = Field(default="30s", pattern=r"^([0-9]+(ms|s|m|h))+$", description="How often it is read.")
+
+
+class Rules(Part):
+    """The alert rules."""
+
+    enabled: bool = Field(
+        default=False, description="Make a PrometheusRule with alerts (needs the Prometheus Operator)."
+    )
+
+
+class Dashboard(Part):
+    """The Grafana dashboard."""
+
+    enabled: bool = Field(default=False, description="Make a ConfigMap with a dashboard for Grafana's sidecar.")
+    labels: dict[str, str] = Field(default={"grafana_dashboard": "1"}, description="Labels that the sidecar looks for.")
+
+
+class Monitoring(Part):
+    """Prometheus and Grafana."""
+
+    reader: bool = Field(
+        default=True,
+        description="Make the ServiceAccount `orbitkv-metrics-reader`, which may read metrics and nothing else, and a "
+        "Secret of that name with a token for it. ServiceMonitor and PodMonitors refer to it.",
+    )
+    labels: dict[str, str] = Field(
+        default={}, description="Labels that your Prometheus selects ServiceMonitors and rules by."
+    )
+    service_monitor: ServiceMonitor = Field(default=ServiceMonitor(), description="Metrics of the operator.")
+    rules: Rules = Field(default=Rules(), description="Alerts.")
+    dashboard: Dashboard = Field(default=Dashboard(), description="A dashboard.")
+
+
+class OpenShift(Part):
+    """What only OpenShift has."""
+
+    scc: bool = Field(
+        default=False,
+        description="Make the SecurityContextConstraints `orbitkv` for the service accounts of the release namespace.",
+    )
+
+
+class DeletionGuard(Part):
+    """The policy that keeps pools in use."""
+
+    enabled: bool = Field(
+        default=True,
+        description="Refuse to delete a ManagerPool that CacheNamespaces refer to, unless it is annotated with "
+        '`orbitkv.io/confirm-delete: "true"`.',
+    )
+
+
+class Values(Part):
+    """All values of the chart."""
+
+    images: Images = Field(default=Images(), description="Where the images are.")
+    operator: Operator = Field(default=Operator(), description="The operator's Deployment.")
+    agent_priority: AgentPriority = Field(default=AgentPriority(), description="The agents' PriorityClass.")
+    certificates: Certificates = Field(default=Certificates(), description="The report server's certificate.")
+    crds: CRDs = Field(default=CRDs(), description="CustomResourceDefinitions.")
+    deletion_guard: DeletionGuard = Field(default=DeletionGuard(), description="Protection of pools in use.")
+    rbac: RBAC = Field(default=RBAC(), description="Roles for people.")
+    network_policy: NetworkPolicy = Field(default=NetworkPolicy(), description="NetworkPolicies.")
+    monitoring: Monitoring = Field(default=Monitoring(), description="Prometheus and Grafana.")
+    openshift: OpenShift = Field(default=OpenShift(), description="OpenShift.")
+
+
+class ValuesFile(Values):
+    """What Helm hands to a chart: its values, and those that a parent chart gives to all."""
+
+    global_: Object = Field(default={}, alias="global", description="Set by a parent chart; not used.")
