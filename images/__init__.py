@@ -1,0 +1,1 @@
+"""OrbitKV's container images: a Containerfile for each, and what builds them without a registry."""
