@@ -1,11 +1,11 @@
 # The one door to everything: `make` lists the commands. Progress goes to stderr, results to stdout.
 #   PYTHON=         the Python (3.11 or newer) that the environments are made from; default python3
-#   ORBITKV_CACHE=  where the engine's environment is kept; default ~/.cache/orbitkv
+#   ORBITKV_CACHE=  where what takes long to make is kept (the engine, Kubernetes, images); default ~/.cache/orbitkv
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup engine lint generate test bench demo clean
+.PHONY: help setup engine lint generate test bench demo cluster-programs cluster cluster-down images clean
 
 PYTHON ?= python3
 export PYTHON
@@ -13,7 +13,7 @@ python := .venv/bin/python
 
 help: ## list the commands
 	@echo "OrbitKV: make COMMAND"
-	@sed -nE 's/^([a-z]+):.*## (.*)/\1 \2/p' Makefile | while read -r name does; do printf '  %-9s %s\n' "$$name" "$$does"; done
+	@sed -nE 's/^([a-z-]+):.*## (.*)/\1 \2/p' Makefile | while read -r name does; do printf '  %-16s %s\n' "$$name" "$$does"; done
 
 setup: ## make .venv: OrbitKV and the tools that check it
 	@tools/dev_env.sh
@@ -42,7 +42,19 @@ demo: setup ## a real engine with OrbitKV, start to end; ENGINE=vllm, JSON=1 for
 	@ORBITKV_ENGINE_PYTHON=$$($(python) -m tools.engine_env | tail -1) && export ORBITKV_ENGINE_PYTHON && \
 	$(python) -m tools.demo $(if $(ENGINE),--engine '$(ENGINE)') $(if $(JSON),--json)
 
-clean: ## remove what was made in the tree (the engine's environment stays)
+cluster-programs: setup ## build Kubernetes, Helm and the like from Go modules: 20 minutes, outside the tree, once
+	@$(python) -m e2e.cluster build
+
+cluster: setup ## start a real Kubernetes of two nodes on this machine, with OrbitKV installed (needs root and Go)
+	@$(python) -m e2e
+
+cluster-down: setup ## end that Kubernetes and remove all of it
+	@$(python) -m e2e.cluster down
+
+images: setup ## build the container images (needs root), and load them into the cluster if it runs
+	@$(python) -m images
+
+clean: ## remove what was made in the tree (what takes long to make stays in ORBITKV_CACHE)
 	@rm -rf .venv .venv.lock build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
-	@echo "The engine's environment was left in $${ORBITKV_CACHE:-$${XDG_CACHE_HOME:-$$HOME/.cache}/orbitkv}/engines"
+	@echo "The engine's environment and the cluster's programs were left in $${ORBITKV_CACHE:-$${XDG_CACHE_HOME:-$$HOME/.cache}/orbitkv}"

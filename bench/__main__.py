@@ -6,11 +6,12 @@ import argparse
 import sys
 from collections.abc import Callable
 
-from bench import host_copy, index, query, scheduler
+from bench import gpu, host_copy, index, query, scheduler
 from bench.figures import Figure, json_line, machine, say, table
 
 BENCHES: dict[str, tuple[str, Callable[[], list[Figure]]]] = {
     "query": ("what a lookup costs the engine's scheduler", query.run),
+    "gpu": ("saving and restoring pages of a GPU against one large copy", gpu.run),
     "host_copy": ("saving and restoring pages against a plain numpy copy", host_copy.run),
     "index": ("memory and speed of the index at 100,000 and 2 million pages", index.run),
     "scheduler": ("what 500 waiting requests cost the engine in a step", scheduler.run),
@@ -33,6 +34,9 @@ def main() -> int:
     missed = False
     for name in [arguments.name] if arguments.name else BENCHES:
         what, measure = BENCHES[name]
+        if name == "gpu" and not arguments.name and gpu.why_not():
+            say(f"\n{name}: left out, because {gpu.why_not()}")
+            continue
         say(f"\n{name}: {what}")
         figures = measure()
         print(table(figures), file=sys.stderr if arguments.json else sys.stdout)

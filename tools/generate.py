@@ -3,7 +3,8 @@
     python -m tools.generate            write the pages that differ
     python -m tools.generate --check    write nothing; exit 1 and show what differs
 
-`docs/metrics.md` is made as a whole. In the other pages people write the text, and each table stands between two
+`docs/metrics.md`, `docs/kubernetes-reference.md`, the CustomResourceDefinitions, parts of the chart and the code of the
+agents' reports are made as a whole. In the other pages people write the text, and each table stands between two
 markers, `<!-- generated: NAME -->` and `<!-- end: NAME -->`.
 """
 
@@ -19,9 +20,15 @@ from pydantic import BaseModel
 
 from orbitkv.config import LIVE_SETTINGS, NOT_THERE_YET, SETTINGS
 from orbitkv.vllm.served import FEATURES
+from orbitkv_agent.cluster.settings import ClusterSettings
 from orbitkv_agent.config import AgentConfig, NamespaceSettings, describe_default
 from orbitkv_agent.config_sources import flag_name, variable_name
 from orbitkv_agent.observe.metrics import METRICS, OTHER, PREFIX, MetricRow
+from orbitkv_operator import metrics as operator
+from tools.chart import templates, values_files
+from tools.kubernetes_files import CompileError, api_files, crd_files
+from tools.kubernetes_reference import reference_page
+from tools.markdown import code, table
 
 ROOT = Path(__file__).resolve().parent.parent
 AREAS = {
@@ -39,17 +46,6 @@ class GenerateError(Exception):
 
 
 # -------------------------------------------------------------------------------------------------------------- tables
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table in Markdown."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
-
-
-def code(text: str) -> str:
-    """Return `text` as code, or nothing if it is empty."""
-    return f"`{text}`" if text else ""
 
 
 def agent_settings() -> str:
@@ -74,6 +70,20 @@ def namespace_settings() -> str:
     fields = NamespaceSettings.model_fields
     rows = ((code(name), default_of(NamespaceSettings, name), about(NamespaceSettings, name)) for name in fields)
     return table(("Setting", "Default", "Meaning"), rows)
+
+
+def cluster_settings() -> str:
+    """Settings of the agent's place in a cluster."""
+    fields = ClusterSettings.model_fields
+    return table(
+        ("Setting", "Default", "Meaning"),
+        ((code(f"cluster.{n}"), _given(n), about(ClusterSettings, n)) for n in fields),
+    )
+
+
+def _given(name: str) -> str:
+    """A cluster setting's default; those without one say in their description where they come from."""
+    return "" if ClusterSettings.model_fields[name].is_required() else default_of(ClusterSettings, name)
 
 
 def plugin_settings() -> str:
@@ -114,6 +124,11 @@ def unserved_features() -> str:
     return table(("Feature", "Off for", "Because"), rows)
 
 
+def chart_values() -> str:
+    """The values of the Helm chart."""
+    return table(("Value", "Default", "Meaning"), values_files.values_rows())
+
+
 def about(model: type[BaseModel], name: str) -> str:
     """The description of a setting."""
     return model.model_fields[name].description or ""
@@ -128,14 +143,18 @@ def default_of(model: type[BaseModel], name: str) -> str:
 # --------------------------------------------------------------------------------------------------------------- pages
 
 
+METRIC_HEADER = ("Name", "Type", "Labels", "Meaning")
+OPERATOR_METRICS_HEAD = """\
+The operator serves these on port 9090, to whoever may `get` the path `/metrics` ([kubernetes.md](kubernetes.md))."""
 METRICS_HEAD = """\
-<!-- Made by tools/generate.py from node_agent/orbitkv_agent/observe/metrics.py: change it there. -->
+<!-- Made by tools/generate.py from the METRICS of orbitkv_agent.observe.metrics and orbitkv_operator.metrics. -->
 
 # Metrics
 
 The agent serves Prometheus metrics on `http://127.0.0.1:9091/metrics` and its health on `/health`; `metrics_address`
 moves or disables both ([configuration](configuration.md)). `/health` answers 200 while the agent serves, and 503 with
-the reason while it drains or hangs.
+the reason while it drains or hangs. `/ready` answers 200 when engines can attach, and 503 with what is missing. In a
+cluster `/metrics` is for those who may `get` the path `/metrics`: send a bearer token.
 
 Names ending in `_total` are counters: they start at zero when the agent starts. Sizes are in bytes, durations in
 seconds. No label ever holds a hash, a prompt or a request id. A label value that is not listed here is counted as
@@ -151,34 +170,47 @@ def metrics_page() -> str:
     for area, rows in groupby(METRICS, key=lambda row: row.area):
         title, introduction = AREAS[area]
         parts += [f"## {title}", introduction, metric_table(rows)]
+    operator_rows = ((code(PREFIX + row.name), row.kind, labels(row.labels), row.help) for row in operator.METRICS)
+    parts += ["## Operator", OPERATOR_METRICS_HEAD, table(METRIC_HEADER, operator_rows)]
     return "\n\n".join(parts) + "\n"
 
 
 def metric_table(rows: Iterable[MetricRow]) -> str:
     """The metrics of one area."""
-    return table(
-        ("Name", "Type", "Labels", "Meaning"),
-        ((code(PREFIX + row.name), row.kind, labels_of(row), row.help) for row in rows),
-    )
+    return table(METRIC_HEADER, ((code(PREFIX + row.name), row.kind, labels_of(row), row.help) for row in rows))
 
 
 def labels_of(row: MetricRow) -> str:
     """A metric's labels, with their values where these are fixed."""
-    names = ", ".join(map(code, row.labels))
-    return f"{names}: {', '.join(map(code, row.known))}" if row.known else names
+    known = f": {', '.join(map(code, row.known))}" if row.known else ""
+    return labels(row.labels) + known
+
+
+def labels(names: Iterable[str]) -> str:
+    """Labels as code."""
+    return ", ".join(map(code, names))
 
 
 SECTIONS: dict[str, Callable[[], str]] = {
     "agent-settings": agent_settings,
     "namespace-settings": namespace_settings,
+    "cluster-settings": cluster_settings,
     "plugin-settings": plugin_settings,
     "live-settings": live_settings,
     "announced-settings": announced_settings,
     "served-features": served_features,
     "unserved-features": unserved_features,
+    "chart-values": chart_values,
 }
-PAGES: dict[str, Callable[[], str]] = {"docs/metrics.md": metrics_page}
-PAGES_WITH_SECTIONS = ("docs/configuration.md", "docs/vllm.md")
+PAGES: dict[str, Callable[[], str]] = {
+    "docs/metrics.md": metrics_page,
+    "docs/kubernetes-reference.md": reference_page,
+    "charts/orbitkv/values.yaml": values_files.values_yaml,
+    "charts/orbitkv/values.schema.json": values_files.values_schema,
+    "charts/orbitkv/templates/operator/roles.yaml": templates.operator_roles,
+    **templates.crd_templates(),
+}
+PAGES_WITH_SECTIONS = ("docs/configuration.md", "docs/kubernetes.md", "docs/vllm.md")
 _MARKED = re.compile(r"(<!-- generated: (?P<name>[\w-]+) -->\n).*?(\n<!-- end: (?P=name) -->)", re.DOTALL)
 
 
@@ -206,7 +238,7 @@ def generated(root: Path) -> dict[str, str]:
     Raises:
         GenerateError: a page with sections is missing or has wrong markers.
     """
-    pages = {page: make() for page, make in PAGES.items()}
+    pages = {page: make() for page, make in PAGES.items()} | crd_files() | api_files()
     for page in PAGES_WITH_SECTIONS:
         path = root / page
         if not path.exists():
@@ -228,7 +260,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
     options = parser.parse_args(arguments)
     try:
         pages = generated(root)
-    except GenerateError as error:
+    except (GenerateError, CompileError) as error:
         print(error, file=sys.stderr)
         return 1
     drifted = False

@@ -14,7 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tools import engine_env, environments
+from tools import cache, environments
 from tools.environments import Kind, Selection
 
 TESTS_FAILED = 1
@@ -23,7 +23,7 @@ TESTS_FAILED = 1
 NO_TESTS = 5
 """pytest's exit code when it found no test."""
 
-TEST_SECONDS: dict[Kind, int] = {"dev": 60, "engine": 300}
+TEST_SECONDS: dict[Kind, int] = {"dev": 60, "engine": 300, "cluster": 300}
 """How long a test may take with its guard off. One that hangs instead of failing is stopped, and counts as failed."""
 
 
@@ -92,7 +92,7 @@ def main() -> None:
     parser.add_argument("only", nargs="?", metavar="PART or PATH")
     try:
         good = check(environments.select(parser.parse_args().only))
-    except (environments.UnknownPartError, engine_env.SetUpError) as error:
+    except (environments.UnknownPartError, cache.SetUpError) as error:
         sys.exit(f"guards: {error}")
     sys.exit(0 if good else 1)
 

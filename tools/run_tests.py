@@ -1,4 +1,4 @@
-"""Runs the tests: those of .venv, those inside the engine's environment, and the guards (see tools/guards.py).
+"""Runs the tests: those of .venv, those inside the engine's environment, those on a cluster, and the guards.
 
     python -m tools.run_tests [--only PART or PATH]
 
@@ -9,9 +9,14 @@ single test has not passed.
 import argparse
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
-from tools import engine_env, environments, guards
+from e2e.cluster import programs
+from e2e.cluster.cluster import Cluster, state_folder
+from e2e.cluster.processes import ClusterError
+from tools import cache, environments, guards
 
 
 @dataclass(frozen=True)
@@ -23,6 +28,19 @@ class Result:
     seconds: float
 
 
+@contextmanager
+def cluster_ended_after(kind: environments.Kind) -> Iterator[None]:
+    """Ends the cluster that the tests started; one that ran before them is left."""
+    if kind != "cluster" or Cluster.found() is not None:
+        yield
+        return
+    try:
+        yield
+    finally:
+        if state_folder().exists():
+            Cluster.down()
+
+
 def run_pytest(selection: environments.Selection) -> bool:
     """Runs the selected tests. Returns whether they passed."""
     code, _ = environments.run_pytest(selection.kind, [selection.path])
@@ -32,13 +50,18 @@ def run_pytest(selection: environments.Selection) -> bool:
 
 
 def run_all(only: str | None) -> list[Result]:
-    """Runs what `only` names. Raises environments.UnknownPartError and engine_env.SetUpError."""
+    """Runs what `only` names. Raises environments.UnknownPartError and cache.SetUpError."""
     results: list[Result] = []
+    if only == "api-versions":
+        programs.ensure((programs.CLUSTER[0], *programs.OTHER_APISERVERS))
     if only != "guards":
         for selection in environments.select(only):
             print(f"test: {selection.path} ({selection.kind} environment)", flush=True)
             started = time.monotonic()
-            passed = run_pytest(selection)
+            if selection.kind == "cluster":
+                programs.ensure()  # not within pytest, which gives up on what takes as many minutes as building does
+            with cluster_ended_after(selection.kind):
+                passed = run_pytest(selection)
             results.append(Result(f"tests in the {selection.kind} environment", passed, time.monotonic() - started))
     if only in (None, "guards"):
         started = time.monotonic()
@@ -55,7 +78,7 @@ def main() -> None:
     only: str | None = parser.parse_args().only
     try:
         results = run_all(only)
-    except (environments.UnknownPartError, engine_env.SetUpError) as error:
+    except (environments.UnknownPartError, cache.SetUpError, ClusterError) as error:
         sys.exit(f"test: {error}")
     print()
     for result in results:

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Makes sure that the Debian packages are there which pip cannot bring: installs them as root, otherwise names them and fails.
 #
-#   tools/system_packages.sh [engine]      engine: also what a real vLLM on the CPU needs
+#   tools/system_packages.sh [engine|cluster]      engine: also what a real vLLM on the CPU needs
+#                                                  cluster: also what a Kubernetes on this machine, and its images, need
 #
 # PYTHON= is the interpreter that the virtual environments are made from (default python3).
 set -euo pipefail
@@ -23,6 +24,13 @@ if [ "${1:-}" = engine ]; then
     # vLLM's CPU kernels are linked against it, and its wheel does not carry it
     ldconfig=$(command -v ldconfig || echo /sbin/ldconfig)
     "$ldconfig" -p | grep -q 'libnuma\.so\.1' || missing+=(libnuma1)
+fi
+if [ "${1:-}" = cluster ]; then
+    PATH=$PATH:/usr/sbin:/sbin
+    for needed in etcd:etcd-server runc iptables conntrack buildah debootstrap curl ip:iproute2 sysctl:procps setpriv:util-linux; do
+        command -v "${needed%%:*}" >/dev/null || missing+=("${needed##*:}")
+    done
+    [ -x /usr/lib/cni/bridge ] || missing+=(containernetworking-plugins)
 fi
 [ ${#missing[@]} -gt 0 ] || exit 0
 

@@ -108,7 +108,7 @@ class PluginConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         str,
         _about(
             "Cache namespace (tenant) to join. Engines in different namespaces never see each other's pages.",
-            max_length=253,
+            max_length=317,
         ),
     ] = ""
     token_path: Annotated[

@@ -10,8 +10,9 @@ import os
 import resource
 import secrets
 import sys
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
+from orbitkv.cuda import Driver
 from orbitkv.protocol.errors import ErrorKind
 from orbitkv.protocol.messages import (
     AttachInstance,
@@ -29,6 +30,7 @@ from orbitkv.protocol.messages import (
     Query,
     Register,
     Release,
+    RenewToken,
     Reply,
     ResetInstance,
     RestoreDone,
@@ -41,6 +43,9 @@ from orbitkv.protocol.messages import (
 )
 from orbitkv.protocol.versions import RELEASE
 from orbitkv_agent.config import AgentConfig
+from orbitkv_agent.devices import choose_mode
+from orbitkv_agent.devices.base import Device
+from orbitkv_agent.devices.cuda.device import CudaDevice
 from orbitkv_agent.devices.host import HostDevice
 from orbitkv_agent.loop import Loop, Timer
 from orbitkv_agent.observe.counters import Counters
@@ -49,6 +54,7 @@ from orbitkv_agent.observe.snapshot import Snapshot
 from orbitkv_agent.observe.state import make_snapshot
 from orbitkv_agent.queries.budget import Phase
 from orbitkv_agent.queries.service import QueryService
+from orbitkv_agent.sessions.admission import Admission, KnownUsers
 from orbitkv_agent.sessions.dispatch import Dispatcher
 from orbitkv_agent.sessions.errors import Refused
 from orbitkv_agent.sessions.events import EventFeed
@@ -64,6 +70,9 @@ from orbitkv_agent.transfers.restores import Restores
 from orbitkv_agent.transfers.saves import Saves
 from orbitkv_agent.transfers.watchdog import Watchdog
 
+if TYPE_CHECKING:
+    from orbitkv_agent.cluster.cluster import Cluster
+
 logger = logging.getLogger(__name__)
 
 _SWITCH_INTERVAL_S: Final = 0.0005
@@ -72,6 +81,8 @@ _YOUNG_OBJECTS: Final = 20_000
 _NEVER: Final = 1_000_000
 _UPKEEP_S: Final = 0.02
 _LONGEST_WAIT_S: Final = 3600.0
+_GPU_LOST: Final = 70
+"""Exit code: the process ended because a GPU failed."""
 
 
 class Agent:
@@ -80,12 +91,13 @@ class Agent:
     Args:
         config: the settings.
         loop: for tests; otherwise one of its own.
+        driver: of the GPUs, for tests; otherwise the machine's, if the mode asks for it.
 
     Raises:
         OSError: the socket or the metrics address cannot be had; the message names it and says what to do.
     """
 
-    def __init__(self, config: AgentConfig, loop: Loop | None = None) -> None:
+    def __init__(self, config: AgentConfig, loop: Loop | None = None, driver: Driver | None = None) -> None:
         self.config = config
         self.boot_id = secrets.token_hex(16)
         self.loop = loop or Loop()
@@ -95,26 +107,33 @@ class Agent:
         self._deadline_passed = False
         self._upkeep_timer: Timer | None = None
         _raise_descriptor_limit()
+        gpus = self._gpus(config, driver)
         self.cache = PageCache(
             ArenaPool(
                 config.pool_bytes,
-                config.arena_bytes,
+                config.arena_bytes if gpus is None else gpus.arena_bytes(config),
                 config.prefault,
                 notify=lambda: self.loop.post(self._upkeep),
+                memory=None if gpus is None else gpus.pinned,
             )
         )
-        self.namespaces = Namespaces(self.cache, config)
-        self.instances = Instances()
+        self.namespaces = Namespaces(self.cache, config, self._schedule_upkeep, self._namespace_reset)
+        self.instances = Instances(self.counters.demand)
         self.spaces = KeySpaces(self.cache)
         self.queries = QueryService(self.loop, self.cache, self.spaces, self.counters, config)
-        self.device = HostDevice(self.cache)
+        if gpus is not None:
+            gpus.use(self.cache.arenas)
+        self.device: Device = gpus or HostDevice(self.cache)
         self.membership = Membership(
             self.loop, self.cache, self.instances, self.queries, self.spaces, self.device, self.counters
         )
-        self.restores = Restores(self.loop, self.queries, self.counters, config.max_restores_per_device)
-        self.saves = Saves(self.loop, self.cache, self.spaces, self.membership, self.counters)
+        copier = self.device.copier
+        self.restores = Restores(self.loop, self.queries, self.counters, config.max_restores_per_device, copier)
+        self.saves = Saves(self.loop, self.cache, self.spaces, self.membership, self.counters, copier)
         self.events = EventFeed(self.cache, self.instances)
         self.watchdog = Watchdog(self.loop, config.watchdog_warn_ms / 1000, (self.saves, self.restores))
+        self.cluster = _cluster(self)
+        self.admission: Admission = KnownUsers(self.namespaces) if self.cluster is None else self.cluster.admission
         self._metrics: MetricsServer | None = None
         try:
             if config.metrics_endpoint is not None:
@@ -122,7 +141,9 @@ class Agent:
                     config.metrics_endpoint,
                     post=self.loop.post,
                     snapshot=self.snapshot,
+                    not_ready=self.not_ready,
                     draining=lambda: self.draining,
+                    gate=None if self.cluster is None else self.cluster.metrics_gate,
                 )
             self.server = Server(
                 self.loop,
@@ -132,7 +153,8 @@ class Agent:
                 handle=self._dispatcher(),
                 ended=self._stream_ended,
                 left=self._session_closed,
-                namespace_options=self.namespaces.options,
+                mode=self.device.name,
+                admission=self.admission,
             )
         except BaseException:
             if self._metrics is not None:
@@ -140,6 +162,17 @@ class Agent:
             self.cache.close()
             self.loop.close()
             raise
+
+    def _gpus(self, config: AgentConfig, driver: Driver | None) -> CudaDevice | None:
+        driver = driver or choose_mode(config.mode)
+        return None if driver is None else CudaDevice(driver, self.loop.post, self._gpu_lost)
+
+    @staticmethod
+    def _gpu_lost(why: str) -> None:
+        """Nobody can know whether copies still run on a GPU that failed. The end of this process is what ends them, and
+        what engines wait for before they use their blocks again."""
+        logger.critical("the agent ends, because a GPU failed: %s", why)
+        os._exit(_GPU_LOST)
 
     @property
     def metrics_endpoint(self) -> tuple[str, int] | None:
@@ -155,6 +188,8 @@ class Agent:
         """As `run`, without settings that concern the whole process."""
         if self._metrics is not None:
             self._metrics.start()
+        if self.cluster is not None:
+            self.cluster.start()
         logger.info(
             "serving", extra={"socket_path": self.config.socket_path, "boot_id": self.boot_id, "release": RELEASE}
         )
@@ -165,6 +200,12 @@ class Agent:
     def request_stop(self) -> None:
         """Ask for a drain. For any thread, and for signal handlers."""
         self.loop.post(self._begin_drain)
+
+    def not_ready(self) -> str:
+        """Why the agent cannot serve engines yet, or any more; "" when it can. On the owner thread only."""
+        if self.draining:
+            return "the agent is draining: it finishes what it began and then stops"
+        return "" if self.cluster is None else self.cluster.not_ready
 
     def snapshot(self) -> Snapshot:
         """All figures at this moment. On the owner thread only."""
@@ -192,6 +233,7 @@ class Agent:
                 CommitSave: self._commit_save,
                 MapArenas: self.device.map_arenas,
                 SyncArenas: lambda session, sequence, message: self.device.sync_arenas(session, message),
+                RenewToken: self._renew_token,
                 TakeEvents: lambda session, sequence, message: self.events.take(session, message),
                 GetStatus: self._status,
                 ConfigureNamespace: self._configure,
@@ -217,8 +259,7 @@ class Agent:
 
     def _query(self, session: Session, sequence: int, message: Query) -> None:
         instance, proving = self.membership.query_parties(session, message)
-        session.reply(sequence, self.queries.query(session, message, instance, proving))
-        self.queries.keep_promise()
+        self.queries.query(session, sequence, message, instance, proving)
 
     def _cancel(self, session: Session, sequence: int, message: CancelQuery) -> Reply:
         self.queries.cancel(session, message.operations)
@@ -255,20 +296,26 @@ class Agent:
 
     def _configure(self, session: Session, sequence: int, message: ConfigureNamespace) -> Reply:
         _check_administrator(session)
-        if self.namespaces.configure(message):
-            # What was promised lies under the reset generation before.
-            for instance in self.instances:
-                if instance.namespace == message.cache_namespace:
-                    self.queries.revoke_leases(instance)
-                    self.events.cleared(instance)
-        self._schedule_upkeep()
+        self.namespaces.configure(message)
         return Done()
+
+    def _renew_token(self, session: Session, sequence: int, message: RenewToken) -> Reply:
+        self.admission.renew(session, message.token)
+        return Done()
+
+    def _namespace_reset(self, name: str) -> None:
+        """All pages of a cache namespace were dropped: what was promised lies among them."""
+        for instance in self.instances:
+            if instance.namespace == name:
+                self.queries.revoke_leases(instance)
+                self.events.cleared(instance)
 
     # -------------------------------------------------------------------------------------------- sessions
 
     def _stream_ended(self, session: Session) -> None:
         self.queries.end_session(session)
         self.restores.end_stream(session)
+        self.saves.end_stream(session)
         self.membership.end_stream(session)
         for instance in self.instances:
             self.events.follow(instance)
@@ -330,6 +377,8 @@ class Agent:
             )
         self.server.close()
         self.watchdog.close()
+        if self.cluster is not None:
+            self.cluster.stop()
         rest = {name: value for name, value in self.oracle().items() if value}
         if rest:
             logger.error("the drain left something over; please report it", extra={"left": rest})
@@ -337,6 +386,7 @@ class Agent:
             logger.info("drained: nothing is reserved, in flight, pinned or queued")
         if self._metrics is not None:
             self._metrics.close()
+        self.device.shut_down()
         self.cache.close()
         self.loop.close()
         return not left and not rest
@@ -364,10 +414,21 @@ class Agent:
 
 
 def _check_administrator(session: Session) -> None:
-    if session.peer.uid not in (0, os.getuid()):
+    if not session.administrator:
         raise Refused(
-            ErrorKind.DENIED, f"user {session.peer.uid} may not administrate this agent, only its own user and root"
+            ErrorKind.DENIED,
+            f"user {session.peer.uid} may not administrate this agent, only its own user and root; in a cluster only "
+            "processes of its own pod (`kubectl exec`)",
         )
+
+
+def _cluster(agent: Agent) -> Cluster | None:
+    """The agent's side of a cluster; what it needs is imported only there."""
+    if agent.config.cluster is None:
+        return None
+    from orbitkv_agent.cluster.cluster import Cluster
+
+    return Cluster(agent, agent.config.cluster)
 
 
 def _tune_interpreter() -> None:

@@ -171,6 +171,7 @@ def _serve(options: argparse.Namespace) -> int:
     set_up_logging(config.log_level, config.log_format)
     logger.info("pool sized", extra={"pool_bytes": config.pool_bytes, "given_by": loaded.sources["pool"]})
 
+    from orbitkv.cuda import CudaUnavailableError
     from orbitkv_agent.agent import Agent  # the other commands need none of it
     from orbitkv_agent.sessions.server import SocketTakenError
 
@@ -178,6 +179,8 @@ def _serve(options: argparse.Namespace) -> int:
         agent = Agent(config)
     except (OSError, SocketTakenError) as error:  # a socket or an address cannot be had; the message names it
         return _fail(FAILED, str(error))
+    except CudaUnavailableError as error:
+        return _fail(FAILED, f"mode is cuda, but {error}; let the agent see a GPU and its driver, or set mode to host")
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: agent.request_stop())
     with written_by_a_thread():

@@ -19,6 +19,7 @@ from pydantic import (
 from orbitkv.config import ConfigError as PluginConfigError
 from orbitkv.config import check_namespace_options
 from orbitkv.protocol.geometry import PAGE_ALIGNMENT
+from orbitkv_agent.cluster.settings import ClusterSettings
 from orbitkv_agent.host_memory import memory_allowance
 from orbitkv_agent.quantity import format_quantity, parse_quantity
 
@@ -42,7 +43,7 @@ Quantity = int | str
 
 
 def _namespace_name(name: str) -> str:
-    if name and (len(name) > 253 or not _NAMESPACE_NAME.fullmatch(name)):
+    if name and (len(name) > 317 or not _NAMESPACE_NAME.fullmatch(name)):
         raise ValueError("a cache namespace is named `name` or `namespace/name`: letters, digits, '.', '_' and '-'")
     return name
 
@@ -52,12 +53,6 @@ def _plugin_options(options: dict[str, Any]) -> dict[str, Any]:
         return check_namespace_options(options)
     except PluginConfigError as error:
         raise ValueError(str(error)) from None
-
-
-def _mode(mode: Any) -> Any:
-    if mode != "host":
-        raise ValueError("only host mode is there in this release; CUDA and other devices are not there yet")
-    return mode
 
 
 def _metrics_address(address: str) -> str:
@@ -187,7 +182,12 @@ class AgentConfig(BaseModel):
         default=128, ge=1, description="Restores that may run at one time on one device."
     )
     max_connections: int = Field(default=1024, ge=1, description="Connections to the socket.")
-    max_connections_per_peer: int = Field(default=256, ge=1, description="Connections to the socket from one user.")
+    max_connections_per_peer: int = Field(
+        default=256, ge=1, description="Connections to the socket from one user; in a cluster: from one pod."
+    )
+    max_strangers: int = Field(
+        default=64, ge=2, description="In a cluster: connections whose token has not been accepted yet."
+    )
     hello_timeout_ms: int = Field(default=5000, ge=1, description="Time in which a connection must introduce itself.")
     drain_timeout_ms: int = Field(
         default=30_000, ge=0, description="Longest wait for copies in flight when the agent is asked to stop."
@@ -201,12 +201,12 @@ class AgentConfig(BaseModel):
     allowed_uids: Annotated[tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(_split_list)] = Field(
         default_factory=lambda: tuple(sorted({0, os.getuid()})),
         min_length=1,
-        description="Users that may connect (numbers, separated by commas).",
+        description="Users that may connect (numbers, separated by commas). In a cluster users say nothing: tokens do.",
         json_schema_extra=_default("the agent's own user and root"),
     )
     metrics_address: Annotated[str, AfterValidator(_metrics_address)] = Field(
         default="127.0.0.1:9091",
-        description="Where `/metrics` and `/health` are served (`host:port`); `off` for nowhere.",
+        description="Where `/metrics`, `/health` and `/ready` are served (`host:port`); `off` for nowhere.",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="Least severe entries to log."
@@ -214,14 +214,21 @@ class AgentConfig(BaseModel):
     log_format: Literal["json", "text"] = Field(
         default="text", description="One line an entry, for programs or for people."
     )
-    mode: Annotated[Literal["host"], BeforeValidator(_mode)] = Field(
-        default="host", description="Where engines keep their pages. Only `host` (no GPU) is there in this release."
+    mode: Literal["auto", "host", "cuda"] = Field(
+        default="auto",
+        description="Where engines keep their pages: `cuda` on GPUs, which the agent copies to and from; `host` in the "
+        "memory of engines on the CPU; `auto` is `cuda` where there is a GPU.",
     )
     cache_namespaces: Annotated[
         dict[Annotated[str, AfterValidator(_namespace_name)], NamespaceSettings], BeforeValidator(_read_yaml_text)
     ] = Field(
         default_factory=dict,
-        description='Settings of cache namespaces, by name; "" is the one without a name.',
+        description='Settings of cache namespaces, by name; "" is the one without a name. Not in a cluster.',
+    )
+    cluster: Annotated[ClusterSettings | None, BeforeValidator(_read_yaml_text)] = Field(
+        default=None,
+        description="The agent's place in a Kubernetes cluster; the operator writes it.",
+        json_schema_extra=_default("none: alone on this machine"),
     )
 
     @property
@@ -261,6 +268,8 @@ class AgentConfig(BaseModel):
         for name, size in (("arena", self.arena_bytes), ("instance_budget", self.instance_budget_bytes)):
             if size is not None and size > self.pool_bytes:
                 raise ValueError(f"{name} ({getattr(self, name)}) must not be larger than pool ({self.pool})")
+        if self.cluster is not None and self.cache_namespaces:
+            raise ValueError("cache_namespaces must be empty with cluster: there CacheNamespace objects say it")
         guaranteed = sum(namespace.guaranteed_bytes for namespace in self.cache_namespaces.values())
         if guaranteed > self.pool_bytes:
             raise ValueError(

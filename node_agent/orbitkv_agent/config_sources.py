@@ -2,7 +2,8 @@
 
 Every setting NAME can be given as a flag (`--name`), as the environment variable `ORBITKV_AGENT_NAME` and in a YAML
 file (`name:`); the first of these that has it wins, and what nobody gives has its default. The file's path comes from
-`--config` or `ORBITKV_AGENT_CONFIG`. Whatever is not known is refused by name, wherever it stands.
+`--config` or `ORBITKV_AGENT_CONFIG`. Whatever is not known is refused by name, wherever it stands. With a `cluster`
+section, what it does not say about the agent's own pod comes from `NODE_NAME`, `POD_NAME` and the like.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import yaml
 from pydantic import ValidationError
 
 from orbitkv.config import nearest_first
+from orbitkv_agent.cluster.settings import POD_VARIABLES, ClusterSettings
 from orbitkv_agent.config import AgentConfig, NamespaceSettings
 from orbitkv_agent.host_memory import memory_allowance
 from orbitkv_agent.quantity import format_quantity
@@ -73,6 +75,8 @@ def load_config(flags: Mapping[str, str], environ: Mapping[str, str], config_fil
         for name, (value, source) in layer.items():
             values[name] = value
             sources[name] = source
+    if values.get("cluster") is not None:
+        values["cluster"] = _with_pod_facts(values["cluster"], environ)
     config = None
     try:
         config = AgentConfig(**values)
@@ -141,6 +145,19 @@ def _from_file(path: str | None, environ: Mapping[str, str], problems: list[str]
     return layer
 
 
+def _with_pod_facts(cluster: Any, environ: Mapping[str, str]) -> Any:
+    """Return the `cluster` section with what the environment says about the pod; the model judges what it is."""
+    if isinstance(cluster, str):
+        try:
+            cluster = yaml.safe_load(cluster)
+        except yaml.YAMLError:
+            return cluster
+    if not isinstance(cluster, Mapping):
+        return cluster
+    facts = {name: environ[variable] for name, variable in POD_VARIABLES.items() if environ.get(variable)}
+    return {**facts, **cluster}
+
+
 def _problem(detail: dict[str, Any], values: Mapping[str, Any], sources: Mapping[str, str]) -> str:
     """Return one error of the model as a line: setting, value, source, rule."""
     place = [str(part) for part in detail["loc"] if part != "[key]"]
@@ -151,8 +168,13 @@ def _problem(detail: dict[str, Any], values: Mapping[str, Any], sources: Mapping
     setting = place[0]
     where = ".".join(place)
     if detail["type"] == "extra_forbidden":
-        near = nearest_first(place[-1], NamespaceSettings.model_fields)[0]
+        fields = ClusterSettings.model_fields if setting == "cluster" else NamespaceSettings.model_fields
+        near = nearest_first(place[-1], fields)[0]
         return f"{where} ({sources[setting]}): there is no such setting; the nearest is {near}"
+    if detail["type"] == "model_type":
+        rule = "must be a mapping of settings to values"
+    if detail["type"] == "missing" and place[-1] in POD_VARIABLES:
+        return f"{where} ({sources[setting]}): must be given, here or as the variable {POD_VARIABLES[place[-1]]}"
     value = values.get(setting)
     for part in place[1:]:
         value = value.get(part) if isinstance(value, Mapping) else value

@@ -19,7 +19,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
 
-from tools import engine_env
+from tools import cache, engine_env
 from tools.demo.conversation import ANSWER_TOKENS, QUESTIONS, SYSTEM, TURNS, Step, Transcript, round_of
 from tools.demo.progress import Progress
 from tools.demo.report import Report, Turn
@@ -131,7 +131,7 @@ def main() -> int:
     except KeyboardInterrupt:
         progress.say("interrupted; all processes were ended")
         return 130
-    except (ProcessError, TimeoutError, engine_env.SetUpError) as error:
+    except (ProcessError, TimeoutError, cache.SetUpError) as error:
         progress.say(f"FAILED: {error}")
         return 1
     print(json.dumps(report.as_object()) if options.json else "\n" + report.as_text())

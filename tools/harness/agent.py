@@ -40,6 +40,7 @@ class AgentProcess(ManagedProcess):
             "pool": "256Mi",
             "metrics_address": "off",
             "prefault": False,
+            "mode": "host",
             **settings,
         }
         command = [agent_python(), "-m", "orbitkv_agent", "serve"]

@@ -17,13 +17,18 @@ def test_tests_of_the_connector_run_in_the_engines_environment() -> None:
     assert selected(path) == [("engine", path)]
 
 
+def test_tests_on_kubernetes_are_a_kind_of_their_own() -> None:
+    assert selected("e2e") == [("cluster", "e2e")]
+    assert selected("e2e/cluster") == [("cluster", "e2e/cluster")]
+
+
 def test_other_parts_and_paths_run_in_the_development_environment() -> None:
     assert selected("node_agent") == [("dev", "node_agent")]
     assert selected("tools/tests") == [("dev", "tools/tests")]
 
 
 def test_what_holds_both_runs_in_both() -> None:
-    assert selected(None) == [("dev", "."), ("engine", ENGINE_TESTS)]
+    assert selected(None) == [("dev", "."), ("engine", ENGINE_TESTS), ("cluster", "e2e")]
     assert selected("engine_plugins") == [("dev", "engine_plugins"), ("engine", ENGINE_TESTS)]
 
 

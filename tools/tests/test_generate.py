@@ -8,7 +8,7 @@ from orbitkv.config import SETTINGS
 from orbitkv.vllm.served import FEATURES
 from orbitkv_agent.config import AgentConfig, NamespaceSettings
 from orbitkv_agent.observe.metrics import METRICS
-from tools.generate import ROOT, SECTIONS, main
+from tools.generate import PAGES_WITH_SECTIONS, ROOT, SECTIONS, main
 
 PAGE = """# Settings
 
@@ -26,7 +26,8 @@ The end.
 def tree(tmp_path: Path) -> Path:
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs/configuration.md").write_text(PAGE)
-    (tmp_path / "docs/vllm.md").write_text("No table here.\n")
+    for page in PAGES_WITH_SECTIONS[1:]:
+        (tmp_path / page).write_text("No table here.\n")
     return tmp_path
 
 
@@ -38,7 +39,8 @@ def test_every_setting_and_metric_is_documented() -> None:
     configuration = (ROOT / "docs/configuration.md").read_text()
     metrics, vllm = (ROOT / "docs/metrics.md").read_text(), (ROOT / "docs/vllm.md").read_text()
 
-    assert all(f"<!-- generated: {name} -->" in configuration + vllm for name in SECTIONS)
+    written = "".join((ROOT / page).read_text() for page in PAGES_WITH_SECTIONS)
+    assert all(f"<!-- generated: {name} -->" in written for name in SECTIONS)
     assert all(f"| {feature.title} |" in vllm for feature in FEATURES)
     assert all(
         f"| `{name}` |" in configuration for name in (*AgentConfig.model_fields, *NamespaceSettings.model_fields)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import select
 import socket
@@ -15,6 +16,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
@@ -55,13 +57,15 @@ class Connection:
         self.path = path
         self._on_late_reply = on_late_reply
         self._fork_count = _fork_count
-        self._sequence = 0
+        self._sequences = itertools.count()
         self._reader = framing.FrameReader(framing.MAX_FRAME_BYTES)
+        self._received = memoryview(bytearray(_RECEIVE_BYTES))  # what came last; nothing stays in it
         self._receive_timeout_us = -1
         self._outbox = bytearray()
         # Invariant: bytes of frames reach the socket in the order of the outbox, and an outbox that is not empty starts
         # with what the kernel did not take. Held across non-blocking sends only.
         self._outbox_lock = threading.Lock()
+        self._answered: dict[int, Callable[[Reply], None]] = {}
         self.broken: OrbitKVError | None = None
         self._socket = _connect(path, timeout_ms)
         try:
@@ -83,6 +87,23 @@ class Connection:
             with contextlib.suppress(OrbitKVError):
                 self._push(framing.encode(request, 0))
 
+    def post(self, request: Request, answered: Callable[[Reply], None]) -> None:
+        """Send a request without waiting. For any thread.
+
+        `answered` gets the reply, a refusal too, on the thread that reads (`call`, `take_late_replies`); it is not
+        called when the connection is lost before.
+
+        Raises:
+            OrbitKVError: UNAVAILABLE, the connection is lost.
+        """
+        self.check()
+        sequence = self._next_sequence()
+        self._answered[sequence] = answered
+        self._push(framing.encode(request, sequence))
+
+    def _next_sequence(self) -> int:
+        return next(self._sequences) % 0xFFFFFFFF + 1
+
     def call(self, request: Request, timeout_ms: float) -> Reply:
         """Send `request`, return its reply.
 
@@ -90,12 +111,17 @@ class Connection:
             OrbitKVError: TIMEOUT, no reply in time (it may still come, and then goes to `on_late_reply`); UNAVAILABLE,
                 the connection ended; otherwise what the agent refused.
         """
-        reply, _ = self._exchange(request, timeout_ms, with_descriptors=False)
-        return reply
+        return self._exchange(request, timeout_ms, None)
 
     def call_for_descriptors(self, request: Request, timeout_ms: float) -> tuple[Reply, list[int]]:
         """As `call`, for replies that come with descriptors; the caller owns them."""
-        return self._exchange(request, timeout_ms, with_descriptors=True)
+        descriptors: list[int] = []
+        try:
+            return self._exchange(request, timeout_ms, descriptors), descriptors
+        except BaseException:
+            for fd in descriptors:
+                os.close(fd)
+            raise
 
     @property
     def unsent(self) -> bool:
@@ -119,15 +145,16 @@ class Connection:
         """
         self.check()
         try:
-            data = self._socket.recv(_RECEIVE_BYTES, socket.MSG_DONTWAIT)
+            size = self._socket.recv_into(self._received, 0, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return
         except OSError as error:
             raise self._break(f"receiving failed: {error.strerror}") from None
-        if not data:
-            raise self._break("it closed the connection (the agent ended, or refused this client; its log says why)")
-        for _, body in self._frames(data):
-            self._on_late_reply(self._decode(body))
+        for number, body in self._frames(self._received[:size]):
+            reply = self._decode(body)
+            if number == 0 and isinstance(reply, Refusal):
+                raise self._refused(reply)
+            self._answered.pop(number, self._on_late_reply)(reply)
 
     def check(self) -> None:
         """Raise when the connection cannot be used: broken, closed, or inherited through a fork."""
@@ -147,36 +174,50 @@ class Connection:
 
     # ------------------------------------------------------------------------------------------------------ internals
 
-    def _exchange(self, request: Request, timeout_ms: float, *, with_descriptors: bool) -> tuple[Reply, list[int]]:
-        self.check()
-        deadline = time.monotonic() + timeout_ms / 1000
-        sequence = self._sequence = self._sequence % 0xFFFFFFFF + 1
-        self._push(framing.encode(request, sequence))
+    def _exchange(self, request: Request, timeout_ms: float, descriptors: list[int] | None) -> Reply:
+        """Send, wait for the reply. Descriptors that come along are added to `descriptors`."""
+        if self.broken is not None or self._fork_count != _fork_count:
+            self.check()
+        left_s = timeout_ms / 1000
+        deadline = time.monotonic() + left_s
+        sequence = self._next_sequence()
+        try:
+            self._push(framing.encode(request, sequence))
+        except OrbitKVError as error:
+            self._hear_last_words()
+            raise (self.broken or error) from None
         while self._outbox:
             self._wait_writable(deadline)
             self.flush()
-        descriptors: list[int] = []
-        try:
-            while True:
-                data = self._receive(deadline, descriptors if with_descriptors else None)
-                answer: Reply | None = None
-                for number, body in self._frames(data):
-                    reply = self._decode(body)
-                    if number == sequence:
-                        answer = reply
-                    elif number == 0 and isinstance(reply, Refusal):  # of the connection as such, which ends now
-                        self.broken = OrbitKVError(_kind(reply.kind), reply.message)
-                        raise self.broken
-                    else:
-                        self._on_late_reply(reply)
-                if answer is not None:
-                    if isinstance(answer, Refusal):
-                        raise OrbitKVError(_kind(answer.kind), answer.message)
-                    return answer, descriptors
-        except BaseException:
-            for fd in descriptors:
-                os.close(fd)
-            raise
+        while True:
+            answer: Reply | None = None
+            for number, body in self._receive(left_s, descriptors):
+                reply = self._decode(body)
+                if number == sequence:
+                    answer = reply
+                elif number == 0 and isinstance(reply, Refusal):
+                    raise self._refused(reply)
+                else:
+                    self._answered.pop(number, self._on_late_reply)(reply)
+            if answer is not None:
+                if isinstance(answer, Refusal):
+                    raise refusal_error(answer)
+                return answer
+            left_s = deadline - time.monotonic()
+
+    def _refused(self, refusal: Refusal) -> OrbitKVError:
+        """The agent refuses the connection as such, which ends now."""
+        self.broken = refusal_error(refusal)
+        return self.broken
+
+    def _hear_last_words(self) -> None:
+        """The connection broke while sending: the agent may have said why before it closed it."""
+        with contextlib.suppress(OSError, OrbitKVError):
+            size = self._socket.recv_into(self._received, 0, socket.MSG_DONTWAIT)
+            for number, body in self._frames(self._received[:size]):
+                reply = self._decode(body)
+                if number == 0 and isinstance(reply, Refusal):
+                    self._refused(reply)
 
     def _push(self, frame: bytes | bytearray) -> None:
         with self._outbox_lock:
@@ -201,39 +242,39 @@ class Connection:
         if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
             raise self._timeout()
 
-    def _receive(self, deadline: float, descriptors: list[int] | None) -> bytes:
-        remaining_us = int((deadline - time.monotonic()) * 1e6)
-        if remaining_us <= 0:
+    def _receive(self, left_s: float, descriptors: list[int] | None) -> list[tuple[int, Any]]:
+        """Wait for input; return the frames that are whole now. A body is valid until the next call."""
+        left_us = int(left_s * 1e6)
+        if left_us <= 0:
             raise self._timeout()
         # The kernel's receive timeout saves a poll per call. It need not be exact: it is set again only when it is too
         # long, or shorter than half of what is allowed (then the loop goes round).
-        if not remaining_us // 2 <= self._receive_timeout_us <= remaining_us:
-            self._receive_timeout_us = remaining_us * 3 // 4 + 1
+        if not left_us // 2 <= self._receive_timeout_us <= left_us:
+            self._receive_timeout_us = left_us * 3 // 4 + 1
             timeval = _TIMEVAL.pack(*divmod(self._receive_timeout_us, 1_000_000))
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
+        data: bytes | memoryview
         try:
             if descriptors is None:
-                data = self._socket.recv(_RECEIVE_BYTES)
+                data = self._received[: self._socket.recv_into(self._received)]
             else:
                 data, received = framing.receive_with_descriptors(self._socket, _RECEIVE_BYTES)
                 descriptors += received
         except BlockingIOError:
-            return b""
+            return []
         except OSError as error:
             raise self._break(f"receiving failed: {error.strerror}") from None
+        return self._frames(data)
+
+    def _frames(self, data: bytes | memoryview) -> list[tuple[int, Any]]:
         if not data:
             raise self._break("it closed the connection (the agent ended, or refused this client; its log says why)")
-        return data
-
-    def _frames(self, data: bytes) -> list[tuple[int, bytes]]:
-        if not data:
-            return []
         try:
             return self._reader.feed(data)
         except framing.FrameError as error:
             raise self._break(f"it sent {error}") from None
 
-    def _decode(self, body: bytes) -> Reply:
+    def _decode(self, body: bytes | memoryview) -> Reply:
         try:
             return framing.reply_decoder.decode(body)
         except msgspec.MsgspecError as error:
@@ -278,8 +319,10 @@ def _check_server(sock: socket.socket, path: str, server_uid: int | None) -> Non
         )
 
 
-def _kind(text: str) -> ErrorKind:
+def refusal_error(refusal: Refusal) -> OrbitKVError:
+    """What the agent refused, as an error; a kind that this release does not know is INTERNAL."""
     try:
-        return ErrorKind(text)
+        kind = ErrorKind(refusal.kind)
     except ValueError:
-        return ErrorKind.INTERNAL
+        kind = ErrorKind.INTERNAL
+    return OrbitKVError(kind, refusal.message)

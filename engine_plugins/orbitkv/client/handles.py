@@ -16,6 +16,7 @@ from orbitkv.protocol.errors import OrbitKVError
 from orbitkv.protocol.messages import RecordRef
 from orbitkv.protocol.records import RecordReader, RecordState
 
+from .gpu import StreamPoint
 from .hashes import BlockHashes
 from .layout import Int64
 from .registration import GpuRegistration
@@ -72,28 +73,57 @@ class RestoreHandle:
     """One restore.
 
     Attributes:
-        status: see `RestoreStatus`.
+        after: where the engine's stream must have come before the blocks may be written.
         layers_ready: number of layers whose bytes are in place (rises layer by layer under `layer_order`).
         error: why it failed.
     """
 
     def __init__(
-        self, registration: GpuRegistration, lease: int, blocks: list[tuple[int, Int64]], *, layer_order: bool
+        self,
+        registration: GpuRegistration,
+        lease: int,
+        blocks: list[tuple[int, Int64]],
+        *,
+        layer_order: bool,
+        after: StreamPoint | None = None,
     ) -> None:
+        self.after = after
         self.registration = registration
         self.lease = lease
         self.blocks = blocks
         self.layer_order = layer_order
-        self.status = RestoreStatus.PENDING
+        self._status = RestoreStatus.PENDING
+        self._record: tuple[RecordReader, RecordRef] | None = None
         self.layers_ready = 0
         self.error: OrbitKVError | None = None
         self.changed = threading.Condition()
+
+    @property
+    def status(self) -> RestoreStatus:
+        """Current status. Where the agent copies, its record tells of the end before anything else does."""
+        if self._status is RestoreStatus.ENQUEUED and self._record is not None:
+            records, ref = self._record
+            if records.state(ref) is RecordState.DONE:
+                return RestoreStatus.DONE
+        return self._status
+
+    def advance(self, status: RestoreStatus) -> None:
+        """Move on (transfer thread, or the caller before it is handed over) and wake whoever waits."""
+        with self.changed:  # Invariant: status changes under the lock, so that a waiter cannot miss one.
+            self._status = status
+            self.changed.notify_all()
+
+    def follow(self, records: RecordReader, ref: RecordRef) -> None:
+        """The agent accepted it and copies; where to read how that ends."""
+        self._record = (records, ref)
+        self.advance(RestoreStatus.ENQUEUED)
 
 
 class SaveHandle:
     """One save.
 
     Attributes:
+        after: where the engine's stream must have come before the blocks may be read.
         positions: indices of the pages that were copied, an int64 array a group (known from COPIED on).
         present: pages that the store had already.
         dropped: pages that could not be kept, by reason.
@@ -107,7 +137,9 @@ class SaveHandle:
         blocks: list[tuple[int, Int64]],
         *,
         proof: bool,
+        after: StreamPoint | None = None,
     ) -> None:
+        self.after = after
         self.registration = registration
         self.hashes = hashes
         self.blocks = blocks
@@ -129,7 +161,10 @@ class SaveHandle:
             state = records.state(ref)
             if state is RecordState.DONE:
                 self._status = SaveStatus.COMMITTED
-            elif state is not RecordState.PENDING:  # failed, or so long ago that the slot has another owner
+            elif state not in (
+                RecordState.PENDING,
+                RecordState.SETTLED,
+            ):  # failed, or so long ago that the slot has another owner
                 self._status = SaveStatus.FAILED
         return self._status
 

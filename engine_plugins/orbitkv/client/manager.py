@@ -31,6 +31,7 @@ from orbitkv.protocol.messages import (
 from orbitkv.protocol.records import Header
 from orbitkv.protocol.versions import RELEASE
 
+from .gpu import EngineGpu, StreamPoint
 from .handles import RestoreHandle, RestoreStatus, SaveHandle, SaveStatus
 from .hashes import BlockHashes
 from .layout import Int64
@@ -53,6 +54,7 @@ class CacheManagerClient:
         socket_path: the agent's socket.
         cache_namespace: the tenant whose pages are used; "" is the default one.
         token: proves who we are, in a cluster.
+        token_path: file with the token, instead of `token`; a newer one is shown to the agent as soon as it is there.
         name: shown in the agent's status.
         timeout_ms: bound of one call, unless the call says otherwise.
         server_uid: user that the agent must run as (default: this user or root).
@@ -67,12 +69,13 @@ class CacheManagerClient:
         *,
         cache_namespace: str = "",
         token: bytes = b"",
+        token_path: str = "",
         name: str = "",
         timeout_ms: float = 5000,
         server_uid: int | None = None,
     ) -> None:
         self._endpoint = Endpoint(
-            socket_path, cache_namespace, token, name or f"orbitkv {RELEASE}", int(timeout_ms), server_uid
+            socket_path, cache_namespace, token, name or f"orbitkv {RELEASE}", int(timeout_ms), server_uid, token_path
         )
         self._timeout_ms = timeout_ms
         self._session = Session(self._endpoint, self._late_reply)
@@ -92,7 +95,7 @@ class CacheManagerClient:
 
     @property
     def mode(self) -> str:
-        """How pages are copied: "host" (by this process)."""
+        """How pages are copied: "host" (by this process) or "cuda" (by the agent)."""
         return self._session.welcome.mode
 
     @property
@@ -206,15 +209,8 @@ class CacheManagerClient:
         Raises:
             OrbitKVError: TIMEOUT (ask again, or compute), UNAVAILABLE, INVALID.
         """
-        return self._queries.query(
-            request_id,
-            hashes,
-            instance=instance,
-            max_wait_ms=max_wait_ms,
-            wait_for_full_prefix=wait_for_full_prefix,
-            proof=proof,
-            timeout_ms=self._within(timeout_ms),
-        )
+        timeout_ms = self._timeout_ms if timeout_ms is None else timeout_ms
+        return self._queries.query(request_id, hashes, instance, max_wait_ms, wait_for_full_prefix, proof, timeout_ms)
 
     def query_watch(self, request_id: str) -> tuple[memoryview, int, int] | None:
         """For callers that ask hundreds of queries in every step: a loading query's record, to be read in place.
@@ -248,6 +244,7 @@ class CacheManagerClient:
         groups: Sequence[GroupGeometry],
         allocations: Sequence[HostAllocation],
         device: str = "host",
+        gpu: EngineGpu | None = None,
         used: bool = False,
         timeout_ms: float = REGISTER_TIMEOUT_MS,
     ) -> GpuRegistration:
@@ -260,7 +257,8 @@ class CacheManagerClient:
             model: the same for people.
             groups: geometry of each KV group.
             allocations: the memory that the geometry refers to, by index.
-            device: device UUID, "host" without one.
+            device: "host" without a GPU.
+            gpu: the GPU that the allocations are memory of.
             used: requests have computed on this memory already.
             timeout_ms: bound of the call.
 
@@ -276,12 +274,12 @@ class CacheManagerClient:
             ranks=ranks,
             model_identity=model_identity,
             model=model,
-            device=device,
-            allocations=[Allocation(allocation.size) for allocation in allocations],
+            device=device if gpu is None else gpu.uuid,
+            allocations=[Allocation(allocation.size, allocation.exported) for allocation in allocations],
             groups=list(groups),
             used=used,
         )
-        registration = transfers.call(lambda: transfers.register(request, self, allocations), timeout_ms)
+        registration = transfers.call(lambda: transfers.register(request, self, allocations, gpu), timeout_ms)
         assert isinstance(registration, GpuRegistration)
         return registration
 
@@ -307,6 +305,7 @@ class CacheManagerClient:
         blocks: Sequence[npt.NDArray[np.integer[Any]]],
         *,
         layer_order: bool = False,
+        after: StreamPoint | None = None,
     ) -> RestoreHandle:
         """Use a lease, once, for all its pages.
 
@@ -314,14 +313,15 @@ class CacheManagerClient:
             registration: where the blocks are.
             lease: the lease of this worker's shard.
             blocks: block ids of each group, (leased pages,) integers; -1 skips a page.
-            layer_order: finish layer after layer, for `wait_layer`.
+            layer_order: finish layer after layer, for `wait_layer`; an agent that copies by itself does not.
+            after: nothing is written before the engine's stream has come to this point.
 
         Raises:
             OrbitKVError: STALE, the registration was retired; INVALID; UNAVAILABLE.
         """
         transfers = self._own(registration)
         handle = RestoreHandle(
-            registration, lease, _blocks(registration, blocks, destination=True), layer_order=layer_order
+            registration, lease, _blocks(registration, blocks, destination=True), layer_order=layer_order, after=after
         )
         transfers.start_restore(handle)
         return handle
@@ -373,8 +373,11 @@ class CacheManagerClient:
         blocks: Sequence[npt.NDArray[np.integer[Any]]],
         *,
         proof: bool = False,
+        after: StreamPoint | None = None,
     ) -> SaveHandle:
         """Capture a save: pages by their hashes and the blocks that hold them, one array a group.
+
+        Nothing is read before the engine's stream has come to the point `after`.
 
         Raises:
             SaveNotSubmittedError: nothing was started.
@@ -385,7 +388,7 @@ class CacheManagerClient:
             ids = _blocks(registration, blocks, destination=False)
             if [len(part) for part in parts] != [block.size for _, block in ids]:
                 raise OrbitKVError(ErrorKind.INVALID, "hashes and blocks: not the same number of pages")
-            return SaveHandle(registration, parts, ids, proof=proof)
+            return SaveHandle(registration, parts, ids, proof=proof, after=after)
         except OrbitKVError as error:
             raise SaveNotSubmittedError(error.kind, str(error)) from None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 
@@ -64,15 +64,15 @@ QUEUED = QueryLoading(admitted=False)
 @dataclass(slots=True)
 class _Operation:
     number: int
-    revision: int
     hashes: tuple[BlockHashes, ...]
     proof: bool
     wait_for_full_prefix: bool
+    revision: int = 0
     record: RecordRef | None = None
     loading: QueryLoading = LOADING
     ready: QueryReady | None = None
     expires: float = 0.0
-    unknown: bool = field(default=False)
+    unknown: bool = False
     """A call timed out: what the agent holds under this revision is not known, the next call revises it."""
 
 
@@ -90,7 +90,6 @@ class Queries:
         self,
         request_id: str,
         hashes: Sequence[BlockHashes],
-        *,
         instance: Instance,
         max_wait_ms: int,
         wait_for_full_prefix: bool,
@@ -100,7 +99,7 @@ class Queries:
         """Ask, or ask again; see `CacheManagerClient.query_prefetch`."""
         operation = self._operations.get(request_id)
         if operation is None:
-            operation = _Operation(next(self._numbers), 0, tuple(hashes), proof, wait_for_full_prefix)
+            operation = _Operation(next(self._numbers), tuple(hashes), proof, wait_for_full_prefix)
             self._operations[request_id] = operation
         elif not operation.unknown and (
             operation.hashes == tuple(hashes)
@@ -120,15 +119,8 @@ class Queries:
             operation.hashes = tuple(hashes)
             operation.proof, operation.wait_for_full_prefix = proof, wait_for_full_prefix
         operation.revision += 1
-        query = Query(
-            instance=instance,
-            operation=operation.number,
-            revision=operation.revision,
-            hashes=[part.wire() for part in hashes],
-            max_wait_ms=max_wait_ms,
-            wait_for_full_prefix=wait_for_full_prefix,
-            proof=proof,
-        )
+        parts = [part.wire() for part in hashes]
+        query = Query(instance, operation.number, operation.revision, parts, max_wait_ms, wait_for_full_prefix, proof)
         return self._ask(request_id, operation, query, timeout_ms)
 
     def watch(self, request_id: str) -> tuple[memoryview, int, int] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,9 @@ from orbitkv.protocol.messages import GroupGeometry
 from .copies import plan_pages
 from .layout import GroupLayout
 
+if TYPE_CHECKING:
+    from .gpu import EngineGpu
+
 
 @dataclass(frozen=True)
 class HostAllocation:
@@ -22,6 +25,11 @@ class HostAllocation:
     address: int
     size: int
     owner: Any
+
+    @property
+    def exported(self) -> bytes:
+        """The handle by which the agent opens it; empty where the engine's process copies by itself."""
+        return b""
 
 
 class GpuRegistration:
@@ -42,7 +50,9 @@ class GpuRegistration:
         allocations: Sequence[HostAllocation],
         *,
         proof_required: bool,
+        gpu: EngineGpu | None = None,
     ) -> None:
+        self.gpu = gpu
         self.id = number
         self.client = client
         self.proof_required = proof_required
@@ -61,5 +71,9 @@ class GpuRegistration:
         layout = self.layouts[group]
         image = np.empty(layout.page_bytes, np.uint8)
         plan = plan_pages(layout, np.array([block], np.int64), np.array([image.ctypes.data], np.int64), to_engine=False)
-        plan.run()
+        if self.gpu is None:
+            plan.run()
+        else:
+            for piece in zip(plan.destinations.tolist(), plan.sources.tolist(), plan.sizes.tolist(), strict=True):
+                self.gpu.read(*piece)
         return image

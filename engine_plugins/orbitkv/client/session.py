@@ -5,19 +5,26 @@ from __future__ import annotations
 import os
 import select
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from orbitkv.protocol.errors import ErrorKind, OrbitKVError
-from orbitkv.protocol.messages import Goodbye, Hello, Ping, Reply, Welcome
+from orbitkv.protocol.messages import Goodbye, Hello, Ping, RenewToken, Reply, Welcome
 from orbitkv.protocol.records import RecordReader
 
 from .connection import Connection
 
+TOKEN_LOOK_S = 30.0
+"""How often a session looks for a newer token. They are replaced minutes before they end."""
+
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where the agent is and how to introduce ourselves. Times in milliseconds."""
+    """Where the agent is and how to introduce ourselves. Times in milliseconds.
+
+    The token is `token`, or what the file `token_path` holds whenever a session looks.
+    """
 
     path: str
     cache_namespace: str
@@ -25,6 +32,24 @@ class Endpoint:
     name: str
     timeout_ms: int
     server_uid: int | None
+    token_path: str = ""
+
+    def read_token(self) -> bytes:
+        """Return the token that is valid now.
+
+        Raises:
+            OrbitKVError: UNAVAILABLE, the file cannot be read.
+        """
+        if not self.token_path:
+            return self.token
+        try:
+            with open(self.token_path, "rb") as file:
+                return file.read().strip()
+        except OSError as error:
+            raise OrbitKVError(
+                ErrorKind.UNAVAILABLE,
+                f"the token in {self.token_path} (orbitkv.token_path) cannot be read: {error.strerror}",
+            ) from None
 
 
 class Session:
@@ -35,6 +60,7 @@ class Session:
     """
 
     def __init__(self, endpoint: Endpoint, on_late_reply: Callable[[Reply], None]) -> None:
+        token = endpoint.read_token()
         self.connection = Connection(
             endpoint.path,
             server_uid=endpoint.server_uid,
@@ -43,7 +69,7 @@ class Session:
         )
         descriptors: list[int] = []
         try:
-            hello = Hello(cache_namespace=endpoint.cache_namespace, token=endpoint.token, client=endpoint.name)
+            hello = Hello(cache_namespace=endpoint.cache_namespace, token=token, client=endpoint.name)
             reply, descriptors = self.connection.call_for_descriptors(hello, endpoint.timeout_ms)
             if not isinstance(reply, Welcome) or len(descriptors) != 3:
                 raise OrbitKVError(
@@ -61,11 +87,12 @@ class Session:
         self.agent_pidfd = descriptors[2]
         self._liveness = select.poll()
         self._liveness.register(self.agent_pidfd, select.POLLIN)
-        self._heartbeat_stop = threading.Event()
-        self._heartbeat: threading.Thread | None = None
-        if self.welcome.heartbeat_ms:
-            self._heartbeat = threading.Thread(target=self._beat, name="orbitkv-heartbeat", daemon=True)
-            self._heartbeat.start()
+        self._ending = threading.Event()
+        self._upkeep: threading.Thread | None = None
+        if self.welcome.heartbeat_ms or endpoint.token_path:
+            arguments = (endpoint, token)
+            self._upkeep = threading.Thread(target=self._keep_up, args=arguments, name="orbitkv-session", daemon=True)
+            self._upkeep.start()
 
     def agent_alive(self) -> bool:
         """Whether the agent's process exists (a stalled one does)."""
@@ -74,15 +101,33 @@ class Session:
 
     def close(self) -> None:
         """Say goodbye and release everything. The caller has no copy running."""
-        self._heartbeat_stop.set()
-        if self._heartbeat is not None:
-            self._heartbeat.join()
+        self._ending.set()
+        if self._upkeep is not None:
+            self._upkeep.join()
         self.connection.send_only(Goodbye())
         self.connection.close()
         self.records.close()
         os.close(self.hint_fd)
         os.close(self.agent_pidfd)
 
-    def _beat(self) -> None:
-        while not self._heartbeat_stop.wait(self.welcome.heartbeat_ms / 3000):
-            self.connection.send_only(Ping())
+    def _keep_up(self, endpoint: Endpoint, token: bytes) -> None:
+        """Send heartbeats where the agent needs them, and each newer token: a session does not outlive its token."""
+        beat_s = self.welcome.heartbeat_ms / 3000 or TOKEN_LOOK_S
+        looked = time.monotonic()
+        while not self._ending.wait(min(beat_s, TOKEN_LOOK_S)):
+            if self.welcome.heartbeat_ms:
+                self.connection.send_only(Ping())
+            if endpoint.token_path and time.monotonic() - looked >= TOKEN_LOOK_S:
+                looked = time.monotonic()
+                token = self._renew(endpoint, token)
+
+    def _renew(self, endpoint: Endpoint, token: bytes) -> bytes:
+        """Send the token if there is a newer one; return the one that is in use."""
+        try:
+            newer = endpoint.read_token()
+        except OrbitKVError:
+            return token  # it is being replaced, or gone with the pod: the agent will judge
+        if newer and newer != token:
+            self.connection.send_only(RenewToken(newer))
+            return newer
+        return token

@@ -1,5 +1,8 @@
 """The transfer thread: the one thread that registers memory, submits restores and saves, and copies.
 
+In CUDA mode the agent copies; this thread follows what it does (`agent_copies`), and hands work over only when the
+engine's streams have come to where it may begin (`fence`).
+
 Callers hand work over through deques (appending and removing are atomic) and an eventfd, and read results from handles.
 Restores go first: a save looks for waiting restores after every chunk.
 """
@@ -7,6 +10,7 @@ Restores go first: a save looks for waiting restores after every chunk.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import select
 import threading
@@ -17,6 +21,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from orbitkv.guards import guard
 from orbitkv.protocol.errors import ErrorKind, OrbitKVError, SaveNotSubmittedError
 from orbitkv.protocol.messages import (
     CommitSave,
@@ -35,11 +40,16 @@ from orbitkv.protocol.messages import (
 )
 from orbitkv.protocol.records import Header
 
+from .agent_copies import AgentCopies
 from .arenas import ArenaMap
 from .copies import plan_pages
+from .fence import Fence
+from .gpu import EngineGpu
 from .handles import RestoreHandle, RestoreStatus, SaveHandle, SaveStatus
 from .registration import GpuRegistration, HostAllocation
 from .session import Endpoint, Session
+
+logger = logging.getLogger("orbitkv")
 
 
 class Transfers:
@@ -63,6 +73,10 @@ class Transfers:
         self._restores: deque[RestoreHandle] = deque()
         self._saves: deque[list[SaveHandle]] = deque()
         self._uncommitted: deque[SaveHandle] = deque()
+        self._agent: AgentCopies | None = None
+        if self._session.welcome.mode != "host":
+            self._agent = AgentCopies(self._session, self._end_restore, self._uncommitted.append)
+        self._fence: Fence[RestoreHandle | list[SaveHandle]] = Fence(self._queue, self._fence_failed)
         self.restores_ended = 0
         self.lost: OrbitKVError | None = None
         self._closing = False
@@ -93,13 +107,19 @@ class Transfers:
                 ErrorKind.TIMEOUT, f"the OrbitKV agent at {self._endpoint.path} did not finish in {timeout_ms:.0f} ms"
             ) from None
 
-    def register(self, request: Register, client: object, allocations: Sequence[HostAllocation]) -> GpuRegistration:
+    def register(
+        self,
+        request: Register,
+        client: object,
+        allocations: Sequence[HostAllocation],
+        gpu: EngineGpu | None,
+    ) -> GpuRegistration:
         """Register engine memory (on the transfer thread)."""
         reply = self._session.connection.call(request, _REGISTER_MS)
         if not isinstance(reply, Registered):
             raise OrbitKVError(ErrorKind.INTERNAL, f"a registration was answered with {type(reply).__name__}")
         registration = GpuRegistration(
-            reply.registration, client, request.groups, allocations, proof_required=reply.proof_required
+            reply.registration, client, request.groups, allocations, proof_required=reply.proof_required, gpu=gpu
         )
         if registration.page_bytes != reply.page_bytes:
             raise OrbitKVError(ErrorKind.INTERNAL, "agent and client disagree about the size of a page")
@@ -111,22 +131,29 @@ class Transfers:
 
     def unregister(self, registration: GpuRegistration) -> None:
         """Finish the registration's queued work, then retire it (on the transfer thread)."""
-        while self._step():
-            pass
+        while True:
+            if self._step():
+                continue
+            if not (self._open_copies or self._fence):
+                break
+            self._wait()
         self._session.connection.call(Unregister(registration.id), _REGISTER_MS)
 
     def start_restore(self, handle: RestoreHandle) -> None:
         """Queue a restore."""
         self._check()
-        self._restores.append(handle)
-        self._hand_over()
+        if handle.after is not None and guard("stream-points"):
+            self._fence.put(handle.after, handle)
+        else:
+            self._queue(handle)
 
     def cancel_restore(self, handle: RestoreHandle) -> bool:
         """Take a restore back, if the thread has not taken it yet."""
         try:
             self._restores.remove(handle)
         except ValueError:
-            return False
+            if self._fence.withdraw(handle) is None:
+                return False
         self._end_restore(handle, RestoreStatus.CANCELLED)
         return True
 
@@ -142,21 +169,30 @@ class Transfers:
             raise SaveNotSubmittedError(error.kind, str(error)) from None
         for handle in handles:
             handle.advance(SaveStatus.SUBMITTED)
-        self._saves.extend(_batches(handles))
-        self._hand_over()
+        for batch in _batches(handles):
+            # Of points on one stream the last is reached last.
+            after = batch[-1].after
+            if after is not None and guard("stream-points"):
+                self._fence.put(after, batch)
+            else:
+                self._queue(batch)
 
     def cancel_save(self, handle: SaveHandle) -> bool:
         """Take a save back, if the thread has not taken its batch yet."""
-        for batch in list(self._saves):
+        waiting = [item for item in self._fence.items() if isinstance(item, list)]
+        for batch in [*waiting, *list(self._saves)]:
             if handle in batch:
-                try:
-                    self._saves.remove(batch)
-                except ValueError:
-                    return False
+                after = self._fence.withdraw(batch)
+                if after is None:
+                    try:
+                        self._saves.remove(batch)
+                    except ValueError:
+                        return False
                 rest = [other for other in batch if other is not handle]
-                if rest:
-                    self._saves.append(rest)
-                    self._hand_over()
+                if rest and after is not None:
+                    self._fence.put(after, rest)
+                elif rest:
+                    self._queue(rest)
                 handle.advance(SaveStatus.CANCELLED)
                 return True
         return False
@@ -165,7 +201,12 @@ class Transfers:
         """Drain what was queued, end the thread, close the session."""
         self._closing = True
         self._notify()
-        self._thread.join()
+        self._thread.join(None if self._agent is None else _CLOSE_S)
+        if self._thread.is_alive():
+            # The agent does not say how its copies ended. The thread goes on waiting for that, and with it the handles.
+            logger.warning("OrbitKV: the agent has not ended its copies after %d s; left as it is", _CLOSE_S)
+            return
+        self._fence.close()
         self._session.close()
         os.close(self._wake)
 
@@ -175,6 +216,25 @@ class Transfers:
             raise self.lost
         if self._closing:
             raise OrbitKVError(ErrorKind.CLOSED, "this OrbitKV client is closed; make a new one")
+
+    def _queue(self, work: RestoreHandle | list[SaveHandle]) -> None:
+        """Let the thread take a restore or a batch of saves."""
+        if isinstance(work, list):
+            self._saves.append(work)
+        elif self._agent is not None:
+            self._agent.restore(work)
+            if self._ended:  # perhaps nobody looks after it any more
+                self._agent.drain()
+            return
+        else:
+            self._restores.append(work)
+        self._hand_over()
+
+    def _fence_failed(self, error: Exception) -> None:
+        """The engine's GPU failed: nobody can say when its blocks may be touched."""
+        self.lost = self.lost or OrbitKVError(ErrorKind.INTERNAL, f"the engine's GPU failed: {error}")
+        self._closing = True
+        self._hand_over()
 
     def _hand_over(self) -> None:
         """Wake the thread for what was just queued; if it has ended meanwhile, end what nobody will take any more."""
@@ -193,7 +253,7 @@ class Transfers:
             while True:
                 if self._step():
                     continue
-                if self._closing:
+                if self._closing and (self.lost or not (self._open_copies or self._fence)):
                     break
                 self._wait()
         except OrbitKVError as error:
@@ -204,10 +264,20 @@ class Transfers:
         finally:
             self._ended = True  # before the queues are emptied: whoever queues after that sees it
             self._fail_all()
+            if self._agent is not None:
+                self._agent.drain()
+                self._fail_all()
             self._arenas.close()
+
+    @property
+    def _open_copies(self) -> bool:
+        """Whether the agent copies for us."""
+        return self._agent is not None and len(self._agent) > 0
 
     def _step(self) -> bool:
         """Do one piece of work; return whether there was any."""
+        if self._agent is not None:
+            self._agent.settle()
         self._settle_commits()
         call = _pop(self._calls)
         if call is not None:
@@ -268,8 +338,7 @@ class Transfers:
             if not isinstance(reply, RestorePlan):
                 raise OrbitKVError(ErrorKind.INTERNAL, f"a restore was answered with {type(reply).__name__}")
             plan = reply
-            handle.status = RestoreStatus.ENQUEUED
-            self._changed(handle)
+            handle.advance(RestoreStatus.ENQUEUED)
             self._copy_restore(handle, plan)
         except Exception as caught:
             error = handle.error = _as_error(caught)
@@ -299,6 +368,9 @@ class Transfers:
             handle.layers_ready = layout.size.size
 
     def _save(self, batch: list[SaveHandle]) -> None:
+        if self._agent is not None:
+            self._agent.save(batch, [_request(handle) for handle in batch])
+            return
         try:
             reply = self._session.connection.call(
                 SubmitSaves([_request(handle) for handle in batch]), self._endpoint.timeout_ms
@@ -353,6 +425,8 @@ class Transfers:
         error = self.lost or OrbitKVError(ErrorKind.CLOSED, "this OrbitKV client was closed")
         while (call := _pop(self._calls)) is not None:
             call[1].set_exception(error)
+        for waiting in self._fence.take_all():
+            (self._saves if isinstance(waiting, list) else self._restores).append(waiting)  # type: ignore[arg-type]
         while (handle := _pop(self._restores)) is not None:
             handle.error = error
             self._end_restore(handle, RestoreStatus.FAILED)
@@ -367,10 +441,8 @@ class Transfers:
             self._wake_waiters(copied)
 
     def _end_restore(self, handle: RestoreHandle, status: RestoreStatus) -> None:
-        with handle.changed:  # Invariant: the status is final before anybody who waits is woken.
-            handle.status = status
-            self.restores_ended += 1
-            handle.changed.notify_all()
+        self.restores_ended += 1
+        handle.advance(status)
 
     @staticmethod
     def _changed(handle: RestoreHandle) -> None:
@@ -400,6 +472,8 @@ class Transfers:
 
 
 _REGISTER_MS = 120_000
+_CLOSE_S = 10
+"""Longest wait for copies that the agent makes, when a client is closed."""
 _BATCH_PAGES = 128
 """Pages in one request to the agent, so that it is not held up for others (a larger save goes alone)."""
 

@@ -24,7 +24,11 @@ MAX_DESCRIPTORS: Final = 250
 """Descriptors in one frame (the kernel's limit is 253)."""
 _ANCILLARY_BYTES: Final = socket.CMSG_SPACE(MAX_DESCRIPTORS * 4)
 
-_encoder = msgspec.msgpack.Encoder()
+_HEADER_BYTES: Final = HEADER.size
+_unpack_header: Final = HEADER.unpack_from
+_pack_header: Final = HEADER.pack_into
+_NO_HEADER: Final = bytes(HEADER.size)
+_encode_into: Final = msgspec.msgpack.Encoder().encode_into
 request_decoder: Final[msgspec.msgpack.Decoder[Request]] = msgspec.msgpack.Decoder(Request)
 reply_decoder: Final[msgspec.msgpack.Decoder[Reply]] = msgspec.msgpack.Decoder(Reply)
 
@@ -35,9 +39,9 @@ class FrameError(Exception):
 
 def encode(message: Request | Reply, sequence: int) -> bytearray:
     """Return `message` as one frame."""
-    frame = bytearray(HEADER.size)
-    _encoder.encode_into(message, frame, HEADER.size)
-    HEADER.pack_into(frame, 0, len(frame) - HEADER.size, sequence)
+    frame = bytearray(_NO_HEADER)
+    _encode_into(message, frame, _HEADER_BYTES)
+    _pack_header(frame, 0, len(frame) - _HEADER_BYTES, sequence)
     return frame
 
 
@@ -68,17 +72,18 @@ class FrameReader:
         self.max_bytes = max_bytes
         self._buffer = bytearray()
 
-    def feed(self, data: bytes) -> list[tuple[int, Any]]:
-        """Return the (sequence number, body) of every frame completed by `data`.
+    def feed(self, data: bytes | memoryview) -> list[tuple[int, Any]]:
+        """Return the (sequence number, body) of every frame completed by `data`; a body may be a view of it.
 
         Raises:
             FrameError: a frame is larger than `max_bytes`.
         """
         buffer = self._buffer
-        if not buffer and len(data) >= HEADER.size:
-            length, sequence = HEADER.unpack_from(data)
-            if length == len(data) - HEADER.size <= self.max_bytes:  # the usual case: exactly one frame
-                return [(sequence, memoryview(data)[HEADER.size :])]
+        size = len(data)
+        if not buffer and size >= _HEADER_BYTES:
+            length, sequence = _unpack_header(data)
+            if length == size - _HEADER_BYTES <= self.max_bytes:  # the usual case: exactly one frame
+                return [(sequence, memoryview(data)[_HEADER_BYTES:])]
         buffer += data
         frames: list[tuple[int, Any]] = []
         start = 0

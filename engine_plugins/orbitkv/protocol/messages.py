@@ -50,7 +50,10 @@ class Instance(Name, frozen=True):
 
 
 class TimelineWord(Part):
-    """A 32-bit word in shared device memory on which two processes' streams wait and signal (CUDA mode only)."""
+    """A 32-bit word in shared device memory on which two processes' streams could wait and signal.
+
+    Not there yet, and refused by name: a client waits for its own streams before it asks for a copy.
+    """
 
     allocation: int
     offset: int
@@ -147,6 +150,12 @@ class Goodbye(Message, tag=7):
     """The client closes in order: it has no copy of its own running on any arena."""
 
 
+class RenewToken(Message, tag=8):
+    """The client's token was replaced by a newer one of the same pod. A session does not outlive its token."""
+
+    token: bytes
+
+
 # ---------------------------------------------------------------------------------------------- instance, registration
 
 
@@ -175,7 +184,8 @@ class InstanceState(Message, tag=11):
 
 
 class Allocation(Part):
-    """An exported piece of engine memory. In host mode `handle` is empty: the bytes stay in the engine's process."""
+    """A piece of engine memory. In CUDA mode it is a whole allocation, which the agent opens by `handle`; in host mode
+    `handle` is empty, and the bytes stay in the engine's process."""
 
     size: int
     handle: bytes = b""
@@ -348,7 +358,7 @@ class Release(Message, tag=26):
 class StartRestore(Message, tag=30):
     """Consume a lease once, into these blocks (one entry a leased page and group).
 
-    `ready` fences the destination, `layer_words` are signalled layer by layer (CUDA mode).
+    `ready` would fence the destination, and `layer_words` be signalled layer by layer; both are refused by name.
     """
 
     registration: int
@@ -359,7 +369,8 @@ class StartRestore(Message, tag=30):
 
 
 class RestorePlan(Message, tag=31):
-    """The restore is accepted. In host mode the client copies from `pages`; `record` completes when it is released."""
+    """The restore is accepted: `record` tells its end. In host mode the client copies from `pages`; in CUDA mode the
+    agent copies, and `pages` is empty."""
 
     restore: int
     record: RecordRef
@@ -367,7 +378,8 @@ class RestorePlan(Message, tag=31):
 
 
 class RestoreDone(Message, tag=32):
-    """Host mode: the client's copies of this restore ended; `copied` is false when they failed."""
+    """Host mode: the client's copies of this restore ended; `copied` is false when they failed. (In CUDA mode the agent
+    knows by itself.)"""
 
     restore: int
     copied: bool
@@ -377,7 +389,7 @@ class RestoreDone(Message, tag=32):
 
 
 class SaveRequest(Part):
-    """Pages to keep: hashes and the blocks that hold them, page by page. `producer` fences the source (CUDA mode)."""
+    """Pages to keep: hashes and the blocks that hold them, page by page. `producer` is refused by name."""
 
     registration: int
     hashes: list[GroupHashes]
@@ -396,7 +408,8 @@ class SavePlan(Part):
     """One accepted save.
 
     `positions` (one uint32 blob a group) are the indices into the request's hashes that have a place in `pages`; the
-    rest was kept already (`present`) or could not be had (`dropped`, by reason).
+    rest was kept already (`present`) or could not be had (`dropped`, by reason). In CUDA mode the agent copies at once,
+    the places stay empty, and `record` becomes SETTLED when the copy ended.
     """
 
     save: int
@@ -490,8 +503,8 @@ class ConfigureNamespace(Message, tag=62):
 
 
 Request = (
-    Hello | Ping | Goodbye | AttachInstance | Register | Unregister | ProofReport | ResetInstance | Query | PollQuery
-    | CancelQuery | Release | StartRestore | RestoreDone | SubmitSaves | CommitSave | MapArenas | SyncArenas
+    Hello | Ping | Goodbye | RenewToken | AttachInstance | Register | Unregister | ProofReport | ResetInstance | Query
+    | PollQuery | CancelQuery | Release | StartRestore | RestoreDone | SubmitSaves | CommitSave | MapArenas | SyncArenas
     | TakeEvents | GetStatus | ConfigureNamespace
 )  # fmt: skip
 Reply = (

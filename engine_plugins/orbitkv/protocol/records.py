@@ -44,9 +44,10 @@ class RecordState(IntEnum):
     PENDING = 1
     """Query: loading. Restore or save: accepted, its pages are held."""
     SETTLED = 2
-    """Query: `PollQuery` has an answer."""
+    """Query: `PollQuery` has an answer. Save in CUDA mode: the agent's copy ended, the pages are free, and
+    `CommitSave` is awaited."""
     DONE = 3
-    """Restore: all bytes are in place and the source is released. Save: visible in the store."""
+    """Restore: all bytes are in place. Save: visible in the store."""
     FAILED = 4
     """Restore or save: ended without effect."""
 

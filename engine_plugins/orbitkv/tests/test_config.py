@@ -57,7 +57,7 @@ def test_every_setting_can_be_given_by_key_and_by_variable(name: str) -> None:
         ("mode", "write", "one of read_write, save_only"),
         ("save_decode", "perhaps", "true or false"),
         ("model_fingerprint", "x" * 257, "text of at most 256 characters"),
-        ("cache_namespace", None, "text of at most 253 characters"),
+        ("cache_namespace", None, "text of at most 317 characters"),
     ],
 )
 def test_wrong_value_is_refused_with_key_value_and_rule(key: str, value: Any, rule: str) -> None:

@@ -198,20 +198,10 @@ def connect(config: PluginConfig, name: str, timeout_ms: float) -> CacheManagerC
     Raises:
         OrbitKVError: as `CacheManagerClient`; UNAVAILABLE also when the token cannot be read.
     """
-    token = b""
-    if config.token_path:
-        try:
-            with open(config.token_path, "rb") as file:
-                token = file.read().strip()
-        except OSError as error:
-            raise OrbitKVError(
-                ErrorKind.UNAVAILABLE,
-                f"the token in {config.token_path} (orbitkv.token_path) cannot be read: {error.strerror}",
-            ) from error
     return CacheManagerClient(
         config.socket_path,
         cache_namespace=config.cache_namespace,
-        token=token,
+        token_path=config.token_path,
         name=f"{name} (pid {os.getpid()})",
         timeout_ms=timeout_ms,
     )

@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from orbitkv.client import GroupGeometry, HostAllocation, LayerRegion
+from orbitkv.client import GroupGeometry, HostAllocation, LayerRegion, OrbitKVError
+from orbitkv.client.gpu import EngineGpu
 
 from .served import layer_specs
 
@@ -31,6 +32,7 @@ class Layout:
         views: the engine's own view of each layer, a list a group, block ids of the cache manager first.
         digest: of all that a page's bytes mean by their place: equal digests, equal layout.
         blocks: number of blocks.
+        gpu: the GPU that it is memory of; None for host memory.
     """
 
     groups: tuple[GroupGeometry, ...]
@@ -38,6 +40,14 @@ class Layout:
     views: tuple[tuple[Any, ...], ...]
     digest: str
     blocks: int
+    gpu: EngineGpu | None = None
+
+    def settle(self) -> None:
+        """Wait until everything that the engine's streams were given is done, so that memory can be looked at."""
+        if self.gpu is not None:
+            import torch
+
+            torch.cuda.synchronize(self.views[0][0].device)
 
 
 def read_layout(kv_caches: Mapping[str, Any], groups: Sequence[Any], num_blocks: int) -> Layout:
@@ -49,9 +59,11 @@ def read_layout(kv_caches: Mapping[str, Any], groups: Sequence[Any], num_blocks:
         num_blocks: blocks that the engine's cache manager hands out.
 
     Raises:
-        LayoutRefusedError: a layer is missing, is not in host memory, or its part of a block is not one piece.
+        LayoutRefusedError: a layer is missing, its memory cannot be used or shared, or its part of a block is not one
+            piece.
     """
     allocations: dict[int, tuple[int, HostAllocation]] = {}
+    gpu = _gpu_of(kv_caches)
     geometries, views = [], []
     words = []
     for number, group in enumerate(groups):
@@ -66,9 +78,10 @@ def read_layout(kv_caches: Mapping[str, Any], groups: Sequence[Any], num_blocks:
                 continue
             seen.add(tensor.data_ptr())
             view = _by_manager_block(name, tensor, num_blocks)
-            regions.append(_region(name, view, allocations))
+            regions.append(_region(name, view, allocations, gpu))
             layer_views.append(view)
-            words.append(f"{number} {tuple(view.shape[1:])} {view.stride()[1:]} {view.dtype}")
+            device = "" if gpu is None else f" {view.device.type}"
+            words.append(f"{number}{device} {tuple(view.shape[1:])} {view.stride()[1:]} {view.dtype}")
         spec = next(iter(layer_specs(group)))
         geometries.append(GroupGeometry(number, "full", int(spec.block_size), regions))
         views.append(tuple(layer_views))
@@ -79,13 +92,28 @@ def read_layout(kv_caches: Mapping[str, Any], groups: Sequence[Any], num_blocks:
         views=tuple(views),
         digest=hashlib.sha256("\n".join(words).encode()).hexdigest(),
         blocks=num_blocks,
+        gpu=gpu,
     )
+
+
+def _gpu_of(kv_caches: Mapping[str, Any]) -> EngineGpu | None:
+    """The one GPU that all of the memory is on; None for host memory."""
+    devices = {str(tensor.device): name for name, tensor in kv_caches.items()}
+    if len(devices) != 1:
+        raise LayoutRefusedError(f"the KV memory of this worker is on several devices: {sorted(devices)}")
+    kind = next(iter(devices)).partition(":")[0]
+    if kind == "cpu":
+        return None
+    if kind != "cuda":
+        raise LayoutRefusedError(f"the KV memory is on {kind}: only host memory and NVIDIA GPUs are served")
+    try:
+        return EngineGpu()
+    except OrbitKVError as error:
+        raise LayoutRefusedError(str(error)) from error
 
 
 def _by_manager_block(name: str, tensor: Any, num_blocks: int) -> Any:
     """Kernels may cut a block of the cache manager into smaller ones: put them together again, as a view."""
-    if tensor.device.type != "cpu":
-        raise LayoutRefusedError(f"layer {name} is on {tensor.device}: this release copies in host memory only")
     count = tensor.shape[0]
     if count == num_blocks:
         return tensor
@@ -94,7 +122,9 @@ def _by_manager_block(name: str, tensor: Any, num_blocks: int) -> Any:
     return tensor.unflatten(0, (num_blocks, count // num_blocks))
 
 
-def _region(name: str, view: Any, allocations: dict[int, tuple[int, HostAllocation]]) -> LayerRegion:
+def _region(
+    name: str, view: Any, allocations: dict[int, tuple[int, HostAllocation]], gpu: EngineGpu | None
+) -> LayerRegion:
     item = view.element_size()
     sizes, strides = view.shape[1:], view.stride()[1:]
     length = 1
@@ -107,19 +137,35 @@ def _region(name: str, view: Any, allocations: dict[int, tuple[int, HostAllocati
                 f"{view.stride()} elements), as in the layouts LHBNC and BHLNC; set VLLM_KV_CACHE_LAYOUT to another one"
             )
         length *= size
-    storage = view.untyped_storage()
-    address = storage.data_ptr()
-    if address not in allocations:
-        allocations[address] = len(allocations), HostAllocation(address, storage.nbytes(), storage)
+    index, allocation = _allocation(name, view.untyped_storage(), allocations, gpu)
     return LayerRegion(
         name=name,
-        allocation=allocations[address][0],
-        offset=view.data_ptr() - address,
+        allocation=index,
+        offset=view.data_ptr() - allocation.address,
         block_count=view.shape[0],
         block_bytes=length * item,
         block_stride=view.stride()[0] * item,
         dtype=str(view.dtype).removeprefix("torch."),
     )
+
+
+def _allocation(
+    name: str, storage: Any, allocations: dict[int, tuple[int, HostAllocation]], gpu: EngineGpu | None
+) -> tuple[int, HostAllocation]:
+    """The memory that a storage lies in, and its number. On a GPU that is all that its allocator got at once."""
+    start = storage.data_ptr()
+    for index, known in allocations.values():
+        if known.address <= start < known.address + known.size:
+            return index, known
+    if gpu is None:
+        allocation = HostAllocation(start, storage.nbytes(), storage)
+    else:
+        try:
+            allocation = gpu.allocation(start, storage)
+        except OrbitKVError as error:
+            raise LayoutRefusedError(f"layer {name}: {error}") from error
+    allocations[allocation.address] = len(allocations), allocation
+    return allocations[allocation.address]
 
 
 def _refuse_overlaps(groups: Sequence[GroupGeometry], allocations: Sequence[HostAllocation]) -> None:

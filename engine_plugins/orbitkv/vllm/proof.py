@@ -55,7 +55,7 @@ def block_bytes(view: Any, block: int) -> npt.NDArray[np.uint8]:
     part = view[block]
     order = sorted(range(part.dim()), key=lambda axis: -part.stride(axis))
     flat = part.permute(order).contiguous().view(torch.uint8).reshape(-1)
-    array: npt.NDArray[np.uint8] = flat.numpy()
+    array: npt.NDArray[np.uint8] = flat.cpu().numpy()
     return array
 
 
@@ -65,6 +65,7 @@ def compare_block(layout: Layout, registration: GpuRegistration, group: int, blo
     Raises:
         LayoutDisprovenError: they differ.
     """
+    layout.settle()
     image = registration.image(layout.groups[group].group, block)
     start = 0
     for region, view in zip(layout.groups[group].layers, layout.views[group], strict=True):
@@ -92,6 +93,7 @@ def prove_on_empty_cache(
         for views in layout.views:
             for view in views:
                 _fill(view, source)
+        layout.settle()
         _there_and_back(layout, client, registration, instance, rank, source, target)
         for geometry, views in zip(layout.groups, layout.views, strict=True):
             for region, view in zip(geometry.layers, views, strict=True):
@@ -103,6 +105,7 @@ def prove_on_empty_cache(
             for view in views:
                 view[source].zero_()
                 view[target].zero_()
+        layout.settle()
 
 
 def _there_and_back(

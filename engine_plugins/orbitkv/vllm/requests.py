@@ -83,7 +83,6 @@ class Tracked:
         first_token: the token of `first`.
         hashes: the hashes asked for.
         ready: the answer while READY.
-        watch: while LOADING, the agent's record of it: loading as long as `watch[0][watch[1]] == watch[2]`.
         held_until: how long the engine may be made to wait for an answer of ours, 0.0 while it does not wait.
         patience_s: what is left of that for the restore to begin.
         ask_after: not again before.
@@ -103,7 +102,6 @@ class Tracked:
     first_token: int = -1
     hashes: BlockHashes | None = None
     ready: QueryReady | None = None
-    watch: tuple[memoryview, int, int] | None = None
     held_until: float = 0.0
     patience_s: float = 0.0
     ask_after: float = 0.0
@@ -126,6 +124,5 @@ class Tracked:
         if phase not in _NEXT[self.phase]:
             raise IllegalTransitionError(f"request {self.id}: no lookup goes from {self.phase.value} to {phase.value}")
         self.phase = phase
-        self.watch = None
         if phase is not Phase.READY:
             self.ready = None

@@ -23,6 +23,7 @@ from orbitkv.config import PluginConfig
 from orbitkv.guards import guard
 
 from .link import SchedulerLink
+from .loading import Loading
 from .metadata import Load, Save, StepMetadata, WorkerReport
 from .requests import UNLIMITED, Phase, Tracked, Wishes
 from .served import request_off_reason
@@ -93,6 +94,7 @@ class SchedulerHalf:
         self._allowance = self.link.allowance
         self._cache_manager: Any = None
         self._tracked: dict[str, Tracked] = {}
+        self._loading = Loading()
         self._restoring: dict[str, Tracked] = {}
         self._awaiting_compute: set[str] = set()
         self._saves: dict[int, SentSave] = {}
@@ -146,22 +148,16 @@ class SchedulerHalf:
 
         Asking again changes nothing. While a query is loading the answer costs no system call.
         """
-        tracked = self._tracked.get(request.request_id)
+        request_id = request.request_id
+        if self._loading.still.get(request_id) == num_computed_tokens:
+            return ASK_AGAIN
+        tracked = self._tracked.get(request_id)
         if tracked is None:
             return NOT_CACHED
-        allowance = self._allowance
-        if not allowance.now:
-            self.link.begin_step()
-        watch = tracked.watch
-        if (
-            watch is not None
-            and watch[0][watch[1]] == watch[2]
-            and tracked.first_token == num_computed_tokens
-            and tracked.preemptions == request.num_preemptions
-            and allowance.now < tracked.held_until
-            and not allowance.open
-        ):
-            return ASK_AGAIN
+        if not self._allowance.now:
+            self._begin_step()
+            if self._loading.still.get(request_id) == num_computed_tokens:
+                return ASK_AGAIN
         return self._look_up(tracked, num_computed_tokens)
 
     def _look_up(self, tracked: Tracked, computed: int) -> tuple[int | None, bool]:
@@ -209,6 +205,7 @@ class SchedulerHalf:
         return NOT_CACHED
 
     def _ask(self, tracked: Tracked, client: CacheManagerClient, hashes: BlockHashes) -> tuple[int | None, bool]:
+        self._loading.discard(tracked.id)
         left_s = tracked.held_until - self._allowance.now
         if tracked.phase is Phase.IDLE:
             self.stats.add("queries")
@@ -225,12 +222,16 @@ class SchedulerHalf:
             )
         except OrbitKVError as error:
             self.link.failed(error)
+            if self._allowance.open:
+                self._loading.end_step()
             if error.kind is ErrorKind.TIMEOUT and not self._allowance.open:
                 return ASK_AGAIN  # perhaps it was only late
             return self._not_cached(tracked)
         if isinstance(answer, QueryLoading):
             tracked.to(Phase.LOADING)
-            tracked.watch = client.query_watch(tracked.id)
+            watch = client.query_watch(tracked.id)
+            if watch is not None:
+                self._loading.add(tracked.id, tracked.first_token, watch, tracked.held_until)
             return ASK_AGAIN
         pages = self._restorable_pages(answer, len(hashes))
         if pages == 0 or pages * self._block_tokens < self.link.config.min_load_tokens:
@@ -319,7 +320,7 @@ class SchedulerHalf:
     def build_step_metadata(self, scheduler_output: Any) -> StepMetadata:
         """Return what the workers do in this step."""
         if not self._allowance.now:
-            self.link.begin_step()
+            self._begin_step()
         step = StepMetadata(
             loads=self._loads,
             preempted=frozenset(scheduler_output.preempted_req_ids or ()),
@@ -327,6 +328,7 @@ class SchedulerHalf:
         )
         self._loads, self._newly_held = [], set()
         self._allowance.end()
+        self._loading.end_step()
         if self._awaiting_compute:
             self._awaiting_compute.difference_update(scheduler_output.num_scheduled_tokens)
         try:
@@ -338,6 +340,11 @@ class SchedulerHalf:
             logger.exception("OrbitKV: saves of a step are left out")
             self.stats.add("errors")
         return step
+
+    def _begin_step(self) -> None:
+        self.link.begin_step()
+        if not self._allowance.open:
+            self._loading.begin_step(self._allowance.now)
 
     def _plan(self, step: StepMetadata, scheduler_output: Any) -> None:
         for request_id in step.preempted:
@@ -490,6 +497,7 @@ class SchedulerHalf:
 
     def _forget_lookups(self) -> None:
         """The client is gone, and with it every query and lease that was not handed to the workers."""
+        self._loading.clear()
         for tracked in self._tracked.values():
             if tracked.phase in (Phase.LOADING, Phase.READY):
                 tracked.to(Phase.IDLE)
@@ -507,6 +515,7 @@ class SchedulerHalf:
 
     def _withdraw(self, tracked: Tracked) -> None:
         """Whatever was asked does not matter any more."""
+        self._loading.discard(tracked.id)
         if tracked.phase in (Phase.LOADING, Phase.READY):
             tracked.to(Phase.IDLE)
             if self.link.client is not None:

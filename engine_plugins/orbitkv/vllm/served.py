@@ -87,8 +87,17 @@ def _kind(spec: Any) -> str:
     return f"{name} with a window of {window} tokens" if window else name
 
 
-def _on_gpu(vllm_config: Any, kv_cache_config: Any) -> bool:
-    return str(vllm_config.device_config.device_type) != "cpu"
+def _on_another_device(vllm_config: Any, kv_cache_config: Any) -> bool:
+    kind = str(vllm_config.device_config.device_type)
+    if kind != "cuda":
+        return kind != "cpu"
+    import torch
+
+    return torch.version.hip is not None
+
+
+def _writes_before_it_tells(vllm_config: Any, kv_cache_config: Any) -> bool:
+    return bool(vllm_config.use_v2_model_runner) and bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))
 
 
 FEATURES: tuple[Feature, ...] = (
@@ -108,13 +117,14 @@ FEATURES: tuple[Feature, ...] = (
         test="test_prompt_logprobs_skip_the_load",
     ),
     Feature("multi_connector", "MultiConnector", "engine", test="test_under_multi_connector"),
+    Feature("gpu", "NVIDIA GPUs", "engine", test="test_memory_of_a_gpu_is_registered_by_handle"),
     # --- off for the engine
     Feature(
-        "gpu",
-        "Engines on a GPU",
+        "other_device",
+        "Accelerators other than NVIDIA GPUs",
         "engine",
-        "this release copies in host memory only, between engines on the CPU and the agent",
-        used=_on_gpu,
+        "their memory cannot be shared with the agent yet",
+        used=_on_another_device,
     ),
     Feature(
         "pipeline_parallel",
@@ -208,11 +218,11 @@ FEATURES: tuple[Feature, ...] = (
         used=lambda vllm_config, kv_cache_config: bool(getattr(vllm_config.model_config, "is_diffusion", False)),
     ),
     Feature(
-        "model_runner_v2",
-        "Model Runner V2",
+        "zeroed_blocks",
+        "Model Runner V2 with a KV cache of several precisions",
         "engine",
-        "it gives preempted blocks to others before it tells the connector",
-        used=lambda vllm_config, kv_cache_config: bool(vllm_config.use_v2_model_runner),
+        "it overwrites preempted blocks before it tells the connector",
+        used=_writes_before_it_tells,
     ),
     # --- off for such a request
     Feature(

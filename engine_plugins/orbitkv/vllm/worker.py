@@ -28,6 +28,7 @@ from orbitkv.client import (
     SaveHandle,
     SaveStatus,
 )
+from orbitkv.client.gpu import StreamPoint
 from orbitkv.config import PluginConfig
 from orbitkv.guards import guard
 
@@ -84,6 +85,7 @@ class RunningSave:
     client: CacheManagerClient
     handle: SaveHandle
     give_up_at: float
+    after: StreamPoint | None = None
 
 
 @dataclass
@@ -131,6 +133,7 @@ class WorkerHalf:
         # Stays attached, unused, so that the agent can tell why this engine's cache is off.
         self._disproven: WorkerAttachment | None = None
         self._off = ""
+        self._free_blocks: StreamPoint | None = None
         self._loads: dict[str, RunningLoad] = {}
         self._saves: dict[int, RunningSave] = {}
         self._held: set[str] = set()
@@ -186,6 +189,7 @@ class WorkerHalf:
                 model=self._identity.description,
                 groups=layout.groups,
                 allocations=layout.allocations,
+                gpu=layout.gpu,
                 used=not empty,
                 timeout_ms=REGISTER_S * 1000,
             )
@@ -237,6 +241,8 @@ class WorkerHalf:
     def handle_preemptions(self, step: StepMetadata) -> None:
         """Blocks of these requests are about to be overwritten: their saves leave them, or become void."""
         self._refresh()
+        # Whoever had this step's blocks before may still be computing on them, but nobody after this point.
+        self._free_blocks = self._point() if step.loads else None
         if not step.preempted or not guard("vllm-preempted-saves"):
             return
         deadline = time.monotonic() + DRAIN_S
@@ -275,7 +281,8 @@ class WorkerHalf:
             return None, None  # leases of another boot of the agent mean nothing to this one
         lease = load.leases[self._ranks.tensor]
         blocks = np.array(load.blocks, np.int64)
-        return adopted.client, adopted.client.start_restore(adopted.registration, lease, [blocks])
+        handle = adopted.client.start_restore(adopted.registration, lease, [blocks], after=self._free_blocks)
+        return adopted.client, handle
 
     def start_saves(self, step: StepMetadata) -> None:
         """Hand this step's saves over; the blocks hold their final bytes now."""
@@ -293,12 +300,14 @@ class WorkerHalf:
         client, registration = adopted.client, adopted.registration
         give_up_at = time.monotonic() + self._config.max_wait_ms / 1000
         handles = []
+        computed = self._point()
         try:
             for save in step.saves:
                 count = len(save.blocks)
                 size = len(save.hashes) // count
                 hashes = BlockHashes([save.hashes[i * size : (i + 1) * size] for i in range(count)])
-                handles.append(client.prepare_save(registration, [hashes], [np.array(save.blocks, np.int64)]))
+                blocks = np.array(save.blocks, np.int64)
+                handles.append(client.prepare_save(registration, [hashes], [blocks], after=computed))
             client.submit_saves(handles)
         except OrbitKVError as error:  # SaveNotSubmittedError: none of them was started
             logger.warning("OrbitKV: saves of this step are left out: %s", error)
@@ -306,7 +315,7 @@ class WorkerHalf:
                 self._ended(save, kept=False)
             return
         for save, handle in zip(step.saves, handles, strict=True):
-            self._saves[save.number] = RunningSave(save, client, handle, give_up_at)
+            self._saves[save.number] = RunningSave(save, client, handle, give_up_at, computed)
 
     def take_results(self, step: StepMetadata) -> Results:
         """Return which requests' loads and holds ended; see the connector's interface."""
@@ -369,11 +378,22 @@ class WorkerHalf:
         handle = running.handle
         status = handle.status
         if not status.final:
-            if now >= running.give_up_at and not status.pages_released:
+            # While the engine still computes the blocks there is nothing to give up.
+            computed = running.after is None or running.after.reached()
+            if now >= running.give_up_at and computed and not status.pages_released:
                 self._cancelled(running.client.cancel_save, handle)
             return
         del self._saves[running.save.number]
         self._ended(running.save, kept=status is SaveStatus.COMMITTED and not handle.dropped)
+
+    def _point(self) -> StreamPoint | None:
+        """Where the engine's stream is now; None in host memory."""
+        gpu = self._layout.gpu if self._layout is not None else None
+        if gpu is None:
+            return None
+        import torch
+
+        return gpu.point(torch.cuda.current_stream().cuda_stream)
 
     @staticmethod
     def _cancelled(cancel: Callable[[Any], bool], handle: Any) -> bool:

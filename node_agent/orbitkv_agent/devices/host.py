@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from orbitkv.protocol.framing import MAX_DESCRIPTORS
-from orbitkv.protocol.messages import Arenas, MapArenas, RetiredArenas, SyncArenas
+from orbitkv.protocol.messages import Arenas, MapArenas, Register, RetiredArenas, SyncArenas
 from orbitkv.protocol.records import Header
 from orbitkv_agent.guards import guard
-from orbitkv_agent.sessions.errors import invalid
+from orbitkv_agent.sessions.errors import Refused, invalid
 from orbitkv_agent.store.cache import PageCache
 
 if TYPE_CHECKING:
@@ -26,6 +27,10 @@ class HostDevice:
     """
 
     name: Final = "host"
+    visible: Final[Sequence[str]] = ("host",)
+    copier: Final = None
+    context_bytes: Final[Mapping[str, int]] = {}
+    copy_plans: Final[Mapping[str, str]] = {"host": "client"}
 
     def __init__(self, cache: PageCache) -> None:
         self._arenas = cache.arenas
@@ -35,6 +40,16 @@ class HostDevice:
     def max_page_bytes(self) -> int:
         """Largest padded page."""
         return self._arenas.arena_bytes
+
+    def open(self, session: Session, message: Register, opened: Callable[[object | Refused], None]) -> None:
+        """There is nothing to open: the bytes stay in the engine's process."""
+        opened(None)
+
+    def close(self, memory: object) -> None:
+        """There is nothing to close."""
+
+    def shut_down(self) -> None:
+        """Nothing runs here."""
 
     def map_arenas(self, session: Session, sequence: int, message: MapArenas) -> None:
         """Send descriptors of arenas.

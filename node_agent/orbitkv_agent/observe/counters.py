@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 
+from orbitkv_agent.observe.demand import Demand
 from orbitkv_agent.observe.histogram import Histogram
 
 
@@ -16,6 +17,8 @@ class Counters:
     def __init__(self) -> None:
         self.cache_block_hits = 0
         self.cache_block_misses = 0
+        self.demand: defaultdict[str, Demand] = defaultdict(Demand)
+        """Tokens, by cache namespace."""
         self.query_budget_waits = 0
         self.query_budget_bypasses = 0
         """A younger query was answered before an older one that waits for its own instance's share."""

@@ -1,4 +1,4 @@
-"""`/metrics` and `/health` over HTTP, from threads that own nothing.
+"""`/metrics`, `/health` and `/ready` over HTTP, from threads that own nothing.
 
 A request asks the owner thread by its mailbox and waits for the answer for at most a second; an owner that does not
 answer in that time is what `/health` is there to report.
@@ -38,7 +38,9 @@ class MetricsServer:
     Args:
         endpoint: (host, port); port 0 takes any free one.
         post: hands a callable to the owner thread (`Loop.post`).
-        snapshot, draining: called on the owner thread.
+        snapshot, draining, not_ready: called on the owner thread.
+        gate: says who may read `/metrics`, given the header `Authorization`: an HTTP status (200 for yes) and words. It
+            is called in the threads of requests. None: everybody may.
 
     Raises:
         OSError: the address cannot be bound; the message names it and the setting.
@@ -51,9 +53,13 @@ class MetricsServer:
         post: Callable[[Callable[[], None]], None],
         snapshot: Callable[[], Snapshot],
         draining: Callable[[], bool],
+        not_ready: Callable[[], str],
+        gate: Callable[[str], tuple[int, str]] | None = None,
     ) -> None:
         self._post = post
         self._draining = draining
+        self._not_ready = not_ready
+        self.gate = gate
         self._registry = make_registry(lambda: self._ask(snapshot))
         try:
             self._server = _Server(endpoint, self)
@@ -92,6 +98,14 @@ class MetricsServer:
         except FutureTimeoutError:
             return False, f"the agent's main thread did not answer within {ANSWER_SECONDS:g} s"
         return (False, "the agent is draining: it finishes what it began and then stops") if draining else (True, "ok")
+
+    def ready(self) -> tuple[bool, str]:
+        """Return whether engines can be served, and why not in words."""
+        try:
+            why = self._ask(self._not_ready)
+        except FutureTimeoutError:
+            return False, f"the agent's main thread did not answer within {ANSWER_SECONDS:g} s"
+        return not why, why or "ok"
 
     def metrics(self, accept: str) -> tuple[bytes, str]:
         """Return the exposition in the best format that `accept` (an HTTP header) names, and its content type.
@@ -164,7 +178,15 @@ class _Handler(BaseHTTPRequestHandler):
         if path == "/health":
             healthy, words = self.server.metrics.health()
             self._answer(200 if healthy else 503, words)
+        elif path == "/ready":
+            ready, words = self.server.metrics.ready()
+            self._answer(200 if ready else 503, words)
         elif path == "/metrics":
+            gate = self.server.metrics.gate
+            status, words = (200, "") if gate is None else gate(self.headers.get("Authorization", ""))
+            if status != 200:
+                self._answer(status, words)
+                return
             try:
                 body, content_type = self.server.metrics.metrics(self.headers.get("Accept", ""))
             except FutureTimeoutError:
@@ -175,7 +197,7 @@ class _Handler(BaseHTTPRequestHandler):
             else:
                 self._send(200, body, content_type)
         else:
-            self._answer(404, "there is /metrics and /health here")
+            self._answer(404, "there is /metrics, /health and /ready here")
 
     do_HEAD = do_GET
 

@@ -27,6 +27,9 @@ REJECTION_REASONS: Final = (
     "peer-limit",
     "user",
     "token",
+    "apiserver",
+    "access",
+    "revoked",
     "namespace",
     "version",
     "hello-timeout",
@@ -135,7 +138,8 @@ class TransferPart(TypedDict):
     save_duration: HistogramData
     load_duration: HistogramData
     copy_plans: dict[str, str]
-    """The way bytes are copied, by device ("host": "client" in host mode, where the plugin copies)."""
+    """The way bytes are copied, by device: "client" in host mode, where the plugin copies; on a GPU one call for many
+    pages ("batch-pages") or segments ("batch-segments") or, with older drivers, a call each ("single-...")."""
     gpu_context_bytes: dict[str, int]
     """GPU memory that the agent's own context takes, by device; empty in host mode."""
 

@@ -20,6 +20,7 @@ from orbitkv_agent.observe.snapshot import (
     TransferPart,
 )
 from orbitkv_agent.queries.budget import Phase
+from orbitkv_agent.sessions.namespaces import display_name
 from orbitkv_agent.sessions.session import SessionState
 from orbitkv_agent.store.statistics import StoreStats
 
@@ -35,7 +36,7 @@ def make_snapshot(agent: Agent) -> Snapshot:
         agent=AgentPart(
             boot_id=agent.boot_id,
             release=RELEASE,
-            mode=agent.config.mode,
+            mode=agent.device.name,
             pid=os.getpid(),
             socket_path=agent.config.socket_path,
             uptime_seconds=agent.loop.now() - agent.started,
@@ -61,7 +62,7 @@ def make_snapshot(agent: Agent) -> Snapshot:
         sessions=_sessions(agent),
         namespaces=[
             NamespaceRow(
-                name=name,
+                name=display_name(name),
                 used_bytes=store.namespaces[name].used_bytes,
                 quota_bytes=settings.quota_bytes,
                 guaranteed_bytes=settings.guaranteed_bytes,
@@ -120,22 +121,21 @@ def _transfer(agent: Agent) -> TransferPart:
         plans_refused=dict(counters.plans_refused),
         save_duration=counters.save_duration.data(),
         load_duration=counters.load_duration.data(),
-        copy_plans={agent.device.name: "client"},  # in host mode the plugin copies
-        gpu_context_bytes={},
+        copy_plans=dict(agent.device.copy_plans),
+        gpu_context_bytes=dict(agent.device.context_bytes),
     )
 
 
 def _sessions(agent: Agent) -> SessionPart:
     counters = agent.counters
     by_namespace = Counter(
-        each.namespace
+        display_name(each.namespace)
         for each in agent.server.sessions
         if each.namespace is not None and each.state is SessionState.OPEN
     )
-    registered = agent.membership.registered_bytes
     return SessionPart(
         by_namespace=dict(by_namespace),
-        registered_bytes={agent.device.name: registered} if registered else {},
+        registered_bytes={device: size for device, size in agent.membership.registered_bytes.items() if size},
         rejections=dict(counters.session_rejections),
         layout_proofs=dict(counters.layout_proofs),
         publish_stalled=agent.watchdog.stalled,
@@ -145,7 +145,7 @@ def _sessions(agent: Agent) -> SessionPart:
 def _instance(agent: Agent, instance: Instance) -> InstanceRow:
     return InstanceRow(
         engine=str(instance),
-        cache_namespace=instance.namespace,
+        cache_namespace=display_name(instance.namespace),
         model=instance.model,
         serving=instance.serving,
         missing=instance.missing,

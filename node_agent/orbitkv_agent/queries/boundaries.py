@@ -14,9 +14,6 @@ def common_boundary(groups: Sequence[tuple[int, int]]) -> tuple[int, int]:
     Args:
         groups: (tokens a page, leading pages that are there) of each group.
     """
-    if len(groups) == 1:  # the usual model
-        tokens, pages = groups[0]
-        return tokens, tokens * pages
     step = math.lcm(*(tokens for tokens, _ in groups))
     longest = min(tokens * pages for tokens, pages in groups)
     return step, longest - longest % step

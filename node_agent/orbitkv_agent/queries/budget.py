@@ -8,6 +8,8 @@ from typing import Final
 
 from orbitkv_agent.guards import guard
 
+_LIMITED: Final = guard("budget-limit")
+
 
 class Phase(IntEnum):
     """What reserved bytes are waiting for."""
@@ -63,32 +65,39 @@ class ByteBudget:
     """
 
     def __init__(self, limit: int, owner_limit: int) -> None:
-        self.limit: Final = limit
-        self.owner_limit: Final = min(owner_limit, limit)
+        self.limit = limit
+        self.owner_limit = min(owner_limit, limit)
         self.reserved = 0
         self.by_phase = [0] * len(Phase)
         self.peak = 0
         self.owner_peak = 0
         self._by_owner: dict[Hashable, int] = {}
 
+    def set_limits(self, limit: int, owner_limit: int) -> None:
+        """Change the limits. What is reserved beyond lowered ones stays until it is released."""
+        self.limit = limit
+        self.owner_limit = min(owner_limit, limit)
+
     def oversized(self, size: int) -> bool:
         """Whether `size` bytes never fit, whoever returns what."""
         return size > self.owner_limit
 
-    def owner_is_full(self, owner: Hashable, size: int) -> bool:
-        """Whether `size` more bytes exceed the owner's own limit now."""
-        return self._by_owner.get(owner, 0) + size > self.owner_limit and guard("budget-limit")
-
     def is_full(self, size: int) -> bool:
         """Whether `size` more bytes exceed the limit in all now."""
-        return self.reserved + size > self.limit and guard("budget-limit")
+        return self.reserved + size > self.limit and _LIMITED
+
+    def fits(self, owner: Hashable, size: int) -> bool:
+        """Whether `size` more bytes exceed neither the limit in all nor the owner's own now."""
+        return (
+            self.reserved + size <= self.limit and self._by_owner.get(owner, 0) + size <= self.owner_limit
+        ) or not _LIMITED
 
     def charge(self, owner: Hashable, size: int) -> Charge:
-        """Reserve bytes that fit, in phase PREPARING. The caller has asked `is_full` and `owner_is_full`."""
+        """Reserve bytes that fit, in phase PREPARING. The caller has asked `fits`."""
         self.reserved += size
         self.by_phase[Phase.PREPARING] += size
         mine = self._by_owner[owner] = self._by_owner.get(owner, 0) + size
-        if guard("budget-limit"):
+        if _LIMITED:
             assert self.reserved <= self.limit, "the query budget is exceeded"
             assert mine <= self.owner_limit, "the query budget of an instance is exceeded"
         self.peak = max(self.peak, self.reserved)

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Callable
 from enum import Enum
 from typing import TYPE_CHECKING, Final
 
 from orbitkv.protocol.messages import LeasedPages, PagePlaces
 from orbitkv_agent.guards import guard
+from orbitkv_agent.store.index import entries_of
 
 if TYPE_CHECKING:
     from orbitkv_agent.queries.budget import Charge
     from orbitkv_agent.queries.operations import QueryOperation
-    from orbitkv_agent.store.access_log import Entries
     from orbitkv_agent.store.cache import PageCache
+    from orbitkv_agent.store.index import Run
 
 
 def handle_numbers() -> itertools.count[int]:
@@ -34,30 +34,30 @@ class PinnedPages:
         count: pages of one shard, all groups together.
     """
 
-    __slots__ = ("_cache", "_entries", "_holders", "_used", "count", "pages")
+    __slots__ = ("_cache", "_holders", "_runs", "_used", "count", "pages")
 
-    def __init__(self, cache: PageCache, pages: list[LeasedPages], entries: list[Entries], holders: int) -> None:
+    def __init__(self, cache: PageCache, pages: list[LeasedPages], runs: list[Run], holders: int) -> None:
         self.pages = pages
         self.count = sum([each.count for each in pages])
         self._cache = cache
-        self._entries = entries
+        self._runs = runs
         self._holders = holders
         self._used = False
-        for each in entries:
-            cache.pin(each)
+        for run in runs:
+            cache.pin(run)
 
     def use(self) -> None:
         """A request takes them: they become recent and worth keeping, once for all shards."""
         if not self._used:
             self._used = True
-            for entries in self._entries:
-                self._cache.demand_hit(entries)
+            for run in self._runs:
+                self._cache.demand_hit(entries_of(run))
 
     def places(self, shard: int) -> list[PagePlaces]:
         """Where the pages of one shard lie, by group."""
         found = []
-        for leased, entries in zip(self.pages, self._entries, strict=True):
-            arenas, offsets = self._cache.places(entries, shard)
+        for leased, run in zip(self.pages, self._runs, strict=True):
+            arenas, offsets = self._cache.places(entries_of(run), shard)
             found.append(PagePlaces(leased.group, arenas.astype("<u4").tobytes(), offsets.astype("<u8").tobytes()))
         return found
 
@@ -66,8 +66,8 @@ class PinnedPages:
         self._holders -= 1
         assert self._holders >= 0, "pages were unpinned twice"
         if not self._holders:
-            for entries in self._entries:
-                self._cache.unpin(entries)
+            for run in self._runs:
+                self._cache.unpin(run)
 
 
 class LeaseState(Enum):
@@ -114,12 +114,12 @@ class Leases:
     """All leases that have not ended, and what they pin.
 
     Attributes:
-        number: call it for the number of a new lease.
+        numbers: the next one is that of a new lease.
         live: leases that were neither consumed nor returned.
     """
 
     def __init__(self) -> None:
-        self.number: Final[Callable[[], int]] = handle_numbers().__next__
+        self.numbers: Final = handle_numbers()
         self._leases: dict[int, Lease] = {}
         self.live = 0
         self.pinned_pages = 0

@@ -26,10 +26,8 @@ class Lanes(Generic[L, W]):
     def __init__(self) -> None:
         self._lanes: dict[L, deque[W]] = {}
         self._tickets = itertools.count(1)
-        self._count = 0
-
-    def __len__(self) -> int:
-        return self._count
+        self.count = 0
+        """How many wait."""
 
     def waits_in(self, lane: L) -> bool:
         """Whether somebody waits in `lane`."""
@@ -39,13 +37,13 @@ class Lanes(Generic[L, W]):
         """Wait behind everybody else."""
         waiter.ticket = next(self._tickets)
         self._lanes.setdefault(lane, deque()).append(waiter)
-        self._count += 1
+        self.count += 1
 
     def remove(self, lane: L, waiter: W) -> None:
         """Wait no more. A waiter that is not there raises ValueError."""
         queue = self._lanes[lane]
         queue.remove(waiter)
-        self._count -= 1
+        self.count -= 1
         if not queue:
             del self._lanes[lane]
 
@@ -79,6 +77,10 @@ class Places(Generic[L]):
     def full(self) -> bool:
         """Whether nobody gets a place now."""
         return self.taken >= self._limit
+
+    def free(self, lane: L) -> bool:
+        """Whether there is a place for this session."""
+        return self.taken < self._limit and self._taken.get(lane, 0) < self._lane_limit
 
     def lane_is_full(self, lane: L) -> bool:
         """Whether this session has all the places that it may have."""

@@ -31,3 +31,11 @@ def unsupported(message: str) -> Refused:
 def stale(message: str) -> Refused:
     """A handle that is no longer alive."""
     return Refused(ErrorKind.STALE, message)
+
+
+class Rejected(Refused):
+    """A connection or session is refused; the metrics count it under `reason`."""
+
+    def __init__(self, reason: str, kind: ErrorKind, message: str) -> None:
+        super().__init__(kind, message)
+        self.reason = reason

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator
 from typing import TYPE_CHECKING, Final
 
 from orbitkv.protocol.errors import ErrorKind
@@ -11,6 +12,7 @@ from orbitkv.protocol.messages import Instance as InstanceName
 from orbitkv.protocol.messages import InstanceState, Ranks, Register
 from orbitkv.protocol.records import Header
 from orbitkv_agent.guards import guard
+from orbitkv_agent.observe.demand import Demand
 from orbitkv_agent.sessions.errors import Refused, invalid, stale
 from orbitkv_agent.sessions.layout import GroupPages, WorkerLayout, pages_of, rank_count, shard_of, storage_identity
 
@@ -31,11 +33,18 @@ class Registration:
         group_pages: its own page sizes by group, for proofs.
         proof_spaces: what proofs of its layout were saved under, by hash length.
         proven: its layout was found right.
+        memory: the device's access to its memory.
         copies: accepted saves and restores that have not ended.
     """
 
     def __init__(
-        self, number: int, session: Session, instance: Instance, message: Register, layout: WorkerLayout
+        self,
+        number: int,
+        session: Session,
+        instance: Instance,
+        message: Register,
+        layout: WorkerLayout,
+        memory: object = None,
     ) -> None:
         self.number = number
         self.session = session
@@ -47,6 +56,7 @@ class Registration:
         self.model = message.model
         self.bytes = sum(allocation.size for allocation in message.allocations)
         self.layout = layout
+        self.memory = memory
         self.groups = layout.by_id()
         self.group_pages = pages_of([layout])
         self.proof_spaces: dict[int, KeySpace] = {}
@@ -80,6 +90,7 @@ class Instance:
     """One engine incarnation in one cache namespace.
 
     Attributes:
+        demand: what it asks for is counted here, with the other instances of its cache namespace.
         scheduler: the session that attached it.
         registrations: live ones by shard.
         key_generation: moved on by an external reset.
@@ -92,8 +103,9 @@ class Instance:
         saves: its accepted saves that have not ended.
     """
 
-    def __init__(self, namespace: str, name: InstanceName) -> None:
+    def __init__(self, namespace: str, name: InstanceName, demand: Demand) -> None:
         self.namespace = namespace
+        self.demand = demand
         self.name = name
         self.scheduler: Session | None = None
         self.wants_events = False
@@ -106,7 +118,7 @@ class Instance:
         self.serving = False
         self.operations: dict[QueryOperation, None] = {}
         self.saves = 0
-        self._proven: set[tuple[int, int, bytes]] = set()
+        self._proven: set[tuple[int, Hashable, bytes]] = set()
 
     def __str__(self) -> str:
         return str(self.name)
@@ -262,16 +274,23 @@ class Instance:
         self.spaces.clear()
         return self.key_generation
 
-    def _proof_key(self, registration: Registration) -> tuple[int, int, bytes]:
-        """A proof holds for one worker's process and one placement of its layers."""
-        return (registration.shard, registration.session.peer.pid, registration.layout.placement)
+    def _proof_key(self, registration: Registration) -> tuple[int, Hashable, bytes]:
+        """A proof holds for one worker's process (or connection, where that is unknown) and placement of its layers."""
+        process = registration.session.peer.process
+        where = registration.session.epoch if process is None else process
+        return (registration.shard, where, registration.layout.placement)
 
 
 class Instances:
-    """All instances, by cache namespace and name."""
+    """All instances, by cache namespace and name.
 
-    def __init__(self) -> None:
+    Args:
+        demand: by cache namespace; where what they ask for is counted.
+    """
+
+    def __init__(self, demand: defaultdict[str, Demand] | None = None) -> None:
         self._instances: dict[tuple[str, InstanceName], Instance] = {}
+        self._demand: defaultdict[str, Demand] = defaultdict(Demand) if demand is None else demand
 
     def __iter__(self) -> Iterator[Instance]:
         return iter(list(self._instances.values()))
@@ -303,7 +322,7 @@ class Instances:
         key = (session.namespace or "", name)
         instance = self._instances.get(key)
         if instance is None:
-            instance = self._instances[key] = Instance(key[0], name)
+            instance = self._instances[key] = Instance(key[0], name, self._demand[key[0]])
         return instance
 
     def drop_unused(self) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
 
+from orbitkv.cuda import HANDLE_BYTES
 from orbitkv.protocol.geometry import padded
 from orbitkv.protocol.messages import GroupGeometry, LayerRegion, Ranks, Register
 from orbitkv_agent.sessions.errors import invalid, unsupported
@@ -66,11 +68,12 @@ def shard_of(ranks: Ranks) -> int:
     return (ranks.pipeline * ranks.tensor_size + ranks.tensor) * ranks.context_size + ranks.context
 
 
-def check_register(message: Register, *, device: str, max_page_bytes: int) -> WorkerLayout:
-    """Check a registration in host mode.
+def check_register(message: Register, *, devices: Sequence[str], handles: bool, max_page_bytes: int) -> WorkerLayout:
+    """Check a registration.
 
     Args:
-        device: the one device that there is.
+        devices: names of those whose memory can be registered.
+        handles: allocations come with a handle each (device memory), or else without.
         max_page_bytes: largest padded page that the pool can hold.
 
     Raises:
@@ -79,14 +82,23 @@ def check_register(message: Register, *, device: str, max_page_bytes: int) -> Wo
     _check_ranks(message.ranks)
     if not message.model_identity:
         raise invalid("model_identity is empty; nothing can be kept for a model whose identity is not known")
-    if message.device != device:
+    if message.device not in devices:
         raise unsupported(
-            f"device {message.device!r} is not visible to this agent, which serves [{device!r}]; "
-            "an agent in host mode keeps pages of engines that run on the CPU"
+            f"device {message.device!r} is not visible to this agent, which serves {list(devices)}; "
+            + (
+                "give both the same GPUs"
+                if handles
+                else "an agent in host mode keeps pages of engines that run on the CPU"
+            )
         )
     for index, allocation in enumerate(message.allocations):
-        if allocation.handle:
-            raise unsupported(f"allocations[{index}].handle: device memory handles are not there yet in host mode")
+        if not handles and allocation.handle:
+            raise unsupported(f"allocations[{index}].handle: this agent is in host mode and opens no device memory")
+        if handles and len(allocation.handle) != HANDLE_BYTES:
+            raise invalid(
+                f"allocations[{index}].handle has {len(allocation.handle)} bytes; memory of a GPU is registered with "
+                f"a handle of {HANDLE_BYTES}"
+            )
         if allocation.size <= 0:
             raise invalid(f"allocations[{index}].size is {allocation.size}; it must be positive")
     if not message.groups:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from typing import TYPE_CHECKING, Final
 
 from orbitkv.protocol.errors import ErrorKind
@@ -18,19 +19,21 @@ from orbitkv.protocol.messages import (
     ResetInstance,
     Unregister,
 )
+from orbitkv_agent.guards import guard
 from orbitkv_agent.loop import Loop
 from orbitkv_agent.observe.counters import Counters
 from orbitkv_agent.queries.leases import handle_numbers
-from orbitkv_agent.queries.service import MAX_HASH_BYTES, QueryService
+from orbitkv_agent.queries.lookup import MAX_HASH_BYTES
+from orbitkv_agent.queries.service import QueryService
 from orbitkv_agent.sessions.errors import Refused, invalid, stale
 from orbitkv_agent.sessions.instances import Instance, Instances, Registration
-from orbitkv_agent.sessions.layout import check_register
+from orbitkv_agent.sessions.layout import WorkerLayout, check_register
 from orbitkv_agent.sessions.session import Session, is_own
 from orbitkv_agent.sessions.spaces import KeySpaces
 from orbitkv_agent.store.cache import PageCache
 
 if TYPE_CHECKING:
-    from orbitkv_agent.devices.host import HostDevice
+    from orbitkv_agent.devices.base import Device
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +54,7 @@ class Membership:
         instances: Instances,
         queries: QueryService,
         spaces: KeySpaces,
-        device: HostDevice,
+        device: Device,
         counters: Counters,
     ) -> None:
         self._loop = loop
@@ -63,7 +66,7 @@ class Membership:
         self._counters = counters
         self._numbers = handle_numbers()
         self._registrations: dict[int, Registration] = {}
-        self.registered_bytes = 0
+        self.registered_bytes: Counter[str] = Counter()
         self._unanswered: dict[int, tuple[Registration, int, Registered]] = {}
 
     # -------------------------------------------------------------------------------------------- requests
@@ -80,13 +83,41 @@ class Membership:
             self._instances.drop_if_unused(instance)
         return instance.state()
 
-    def register(self, session: Session, sequence: int, message: Register) -> Registered | None:
-        """Take a worker into its instance. The answer waits a while for memory that its first pages can go to."""
+    def register(self, session: Session, sequence: int, message: Register) -> None:
+        """Take a worker into its instance. The answer waits for the device to open the worker's memory, and a while for
+        memory that its first pages can go to."""
         if len(session.registrations) >= MAX_REGISTRATIONS:
             raise Refused(ErrorKind.BUSY, f"this session has {MAX_REGISTRATIONS} registrations already")
-        layout = check_register(message, device=self._device.name, max_page_bytes=self._device.max_page_bytes)
+        device = self._device
+        layout = check_register(
+            message,
+            devices=device.visible,
+            handles=device.copier is not None,
+            max_page_bytes=device.max_page_bytes,
+        )
+
+        def opened(memory: object | Refused) -> None:
+            if isinstance(memory, Refused):
+                session.refuse(sequence, memory)
+                return
+            try:
+                if not session.is_open:
+                    raise stale("the session ended while the memory of its worker was opened")
+                reply = self._join(session, sequence, message, layout, memory)
+            except Refused as error:
+                device.close(memory)
+                session.refuse(sequence, error)
+            else:
+                if reply is not None:
+                    session.reply(sequence, reply)
+
+        device.open(session, message, opened)
+
+    def _join(
+        self, session: Session, sequence: int, message: Register, layout: WorkerLayout, memory: object
+    ) -> Registered | None:
         instance = self._instances.make(session, message.instance)
-        registration = Registration(next(self._numbers), session, instance, message, layout)
+        registration = Registration(next(self._numbers), session, instance, message, layout, memory)
         try:
             instance.check_joins(registration)
         except Refused:
@@ -95,7 +126,7 @@ class Membership:
         instance.join(registration)
         self._registrations[registration.number] = registration
         session.registrations[registration.number] = registration
-        self.registered_bytes += registration.bytes
+        self.registered_bytes[registration.device] += registration.bytes
         if registration.proven:
             self._counters.layout_proofs["known"] += 1
         logger.info(
@@ -191,9 +222,22 @@ class Membership:
         if instance is None or not message.proof:
             return (instance if instance is not None and instance.scheduler is session else None), None
         for registration in instance.registrations.values():
-            if registration.session.peer.pid == session.peer.pid:
+            if self._proves(registration, session, message):
                 return instance, registration
         raise invalid(f"proof: no worker of instance {instance} was registered by this process")
+
+    def _proves(self, registration: Registration, session: Session, message: Query) -> bool:
+        """Whether a proof that a session asks for is that of a registration: both are of one process.
+
+        Processes in other containers cannot be told apart by older kernels: then the pages say whose proof it is.
+        """
+        process = session.peer.process
+        if process is not None:
+            return registration.session.peer.process == process
+        return any(
+            len(self._spaces.of_proof(registration, part.hash_bytes).lookup_run(part.group, part.blob))
+            for part in message.hashes
+        )
 
     # ---------------------------------------------------------------------------------------------- ending
 
@@ -212,10 +256,18 @@ class Membership:
         self._unanswered.pop(registration.number, None)
         del self._registrations[registration.number]
         del registration.session.registrations[registration.number]
-        self.registered_bytes -= registration.bytes
+        self.registered_bytes[registration.device] -= registration.bytes
+        self.registered_bytes = +self.registered_bytes
         registration.instance.leave(registration)
         self._lost(registration.instance)
-        registration.when_drained(lambda: self._spaces.drop_proofs(registration))
+        if guard("mapping-drained"):
+            registration.when_drained(lambda: self._drained(registration))
+        else:
+            self._drained(registration)
+
+    def _drained(self, registration: Registration) -> None:
+        self._spaces.drop_proofs(registration)
+        self._device.close(registration.memory)
 
     def _lost(self, instance: Instance) -> None:
         instance.changed()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final, Literal
 
 from pydantic import ValidationError
@@ -22,13 +22,37 @@ _INSERT_CLASSES: Final[dict[str, Literal["probationary", "retained"]]] = {
 logger = logging.getLogger(__name__)
 
 
-class Namespaces:
-    """The configured cache namespaces, and the unnamed one. Used by the owner thread only."""
+def key_of(namespace: str, name: str, uid: str) -> str:
+    """Return the name under which the store keeps a CacheNamespace: made again it has another uid, and starts empty."""
+    return f"{namespace}/{name}@{uid}"
 
-    def __init__(self, cache: PageCache, config: AgentConfig) -> None:
+
+def display_name(key: str) -> str:
+    """Return a cache namespace's name for people; without a cluster it is the key itself."""
+    return key.partition("@")[0]
+
+
+class Namespaces:
+    """The cache namespaces that the store knows. Used by the owner thread only.
+
+    Without a cluster: those that are configured, and the unnamed one. In a cluster: those that an engine attached to.
+
+    Args:
+        changed: called after each change: there may be pages to evict.
+        reset: called with the name of a namespace whose pages were dropped.
+    """
+
+    def __init__(
+        self, cache: PageCache, config: AgentConfig, changed: Callable[[], None], reset: Callable[[str], None]
+    ) -> None:
         self._cache = cache
         self._pool_bytes = config.pool_bytes
-        self._settings: dict[str, NamespaceSettings] = {"": NamespaceSettings()} | dict(config.cache_namespaces)
+        self._changed = changed
+        self._reset = reset
+        self._in_cluster = config.cluster is not None
+        self._settings: dict[str, NamespaceSettings] = {}
+        if not self._in_cluster:
+            self._settings = {"": NamespaceSettings()} | dict(config.cache_namespaces)
         for name, settings in self._settings.items():
             self._apply(name, settings)
 
@@ -51,12 +75,42 @@ class Namespaces:
             )
         return dict(settings.options)
 
-    def configure(self, message: ConfigureNamespace) -> bool:
-        """Set what a cache namespace may use; a new name makes a new one. Return whether its pages were dropped.
+    def has(self, name: str) -> bool:
+        """Whether the store knows a cache namespace."""
+        return name in self._settings
+
+    def set(self, name: str, settings: NamespaceSettings) -> None:
+        """Set what a cache namespace may use, new or known. Its reset generation never goes back."""
+        known = self._settings.get(name)
+        if known == settings:
+            return
+        generation = known.reset_generation if known is not None else 0
+        if settings.reset_generation < generation:
+            settings = settings.model_copy(update={"reset_generation": generation})
+        self._settings[name] = settings
+        self._apply(name, settings)
+        if known is not None and settings.reset_generation > generation:
+            logger.info("cache namespace %r was reset: all its pages are dropped", display_name(name))
+            self._reset(name)
+        self._changed()
+
+    def drop(self, name: str) -> None:
+        """Forget a cache namespace and its pages; what is leased or being saved goes when that ends."""
+        del self._settings[name]
+        self._cache.drop_namespace(name)
+        self._reset(name)
+        self._changed()
+
+    def configure(self, message: ConfigureNamespace) -> None:
+        """Set what a cache namespace may use; a new name makes a new one.
 
         Raises:
             Refused: a field and its value.
         """
+        if self._in_cluster:
+            raise unsupported(
+                "in a cluster a CacheNamespace object says what it may use: change that (`kubectl edit cns`)"
+            )
         for field in ("protected_percent", "ttl_seconds", "uid"):
             if getattr(message, field):
                 raise unsupported(f"{field} is {getattr(message, field)!r}: it is not there yet in this release")
@@ -77,11 +131,8 @@ class Namespaces:
         except ValidationError as error:
             words = "; ".join(each["msg"] for each in error.errors(include_url=False, include_input=False))
             raise invalid(f"cache namespace {name!r}: {words}") from None
-        self._settings[name] = settings
-        self._apply(name, settings)
-        reset = settings.reset_generation > (known.reset_generation if known is not None else 0)
-        logger.info("cache namespace %r configured%s", name, ", all its pages dropped" if reset else "")
-        return reset
+        logger.info("cache namespace %r configured", name)
+        self.set(name, settings)
 
     def _check(self, message: ConfigureNamespace, generation: int) -> None:
         for field in ("quota_bytes", "guaranteed_bytes"):

@@ -7,7 +7,9 @@ import os
 import select
 import socket
 import struct
+from collections.abc import Hashable
 from dataclasses import dataclass
+from functools import cache
 
 _SO_PEERPIDFD = 77  # Linux 6.5; not yet in Python's socket module
 _CREDENTIALS = struct.Struct("iII")
@@ -22,11 +24,14 @@ class Peer:
         uid: its user.
         pidfd: becomes readable when the process exited; owned by whoever holds the `Peer`. None where the kernel cannot
             give one: then its exit cannot be observed.
+        process: equal for connections of the same process, unequal for others. In another container's namespace it is
+            known from Linux 6.9; None where it is not.
     """
 
     pid: int
     uid: int
     pidfd: int | None
+    process: Hashable = None
 
     def exited(self) -> bool:
         """Whether the process is known to have exited. Not knowing is False."""
@@ -46,7 +51,26 @@ def peer_of(connection: socket.socket) -> Peer:
     """Return the process that called `connect`. It may be gone, and a forked child may use the connection."""
     size = _CREDENTIALS.size
     pid, uid, _gid = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
-    return Peer(pid, uid, _pidfd(connection, pid))
+    pidfd = _pidfd(connection, pid)
+    return Peer(pid, uid, pidfd, ("pid", pid) if pid > 0 else _identity(pidfd))
+
+
+def _identity(pidfd: int | None) -> Hashable:
+    """Tell processes apart that have no number here: from Linux 6.9 descriptors of each have their own inode."""
+    if pidfd is None:
+        return None
+    found = os.fstat(pidfd)
+    inode = (found.st_dev, found.st_ino)
+    return None if inode == _shared_inode() else ("pidfd", *inode)
+
+
+@cache
+def _shared_inode() -> tuple[int, int]:
+    """The inode that all descriptors without one of their own share."""
+    descriptor = os.eventfd(0, os.EFD_CLOEXEC)
+    found = os.fstat(descriptor)
+    os.close(descriptor)
+    return found.st_dev, found.st_ino
 
 
 def _pidfd(connection: socket.socket, pid: int) -> int | None:

@@ -11,8 +11,8 @@ import os
 import select
 import socket
 import stat
-from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -24,7 +24,9 @@ from orbitkv.protocol.versions import MESSAGES, PAGE_IMAGE, RECORDS, RELEASE, Ve
 from orbitkv_agent.guards import guard
 from orbitkv_agent.loop import Deadlines, Loop
 from orbitkv_agent.observe.counters import Counters
-from orbitkv_agent.sessions.errors import Refused
+from orbitkv_agent.sessions.admission import Admission, Grant
+from orbitkv_agent.sessions.errors import Refused, Rejected
+from orbitkv_agent.sessions.limits import Connections
 from orbitkv_agent.sessions.peers import peer_of
 from orbitkv_agent.sessions.session import Session, SessionEvents
 
@@ -35,9 +37,17 @@ logger = logging.getLogger(__name__)
 
 _BACKLOG: Final = 512
 _ACCEPTS_A_ROUND: Final = 32
+_STRANGERS_A_ROUND: Final = 1
+"""In a cluster anybody may connect, and nobody shall be kept waiting by a crowd."""
+_OWN_SOCKET: Final = 0o600
+_SHARED_SOCKET: Final = 0o666
 _PAUSE_S: Final = 0.5
 _MISSED_HEARTBEATS: Final = 3
 _CLIENT_NAME_LENGTH: Final = 64
+_COMPLAINTS: Final = 30
+"""Refused connections that are logged,"""
+_COMPLAINTS_S: Final = 60.0
+"""in so many seconds."""
 
 
 class SocketTakenError(OSError):
@@ -45,23 +55,24 @@ class SocketTakenError(OSError):
 
 
 class Listener:
-    """A listening Unix socket, mode 0600, with a lock file beside it.
+    """A listening Unix socket, and a lock file: beside it, or at `lock_path`.
 
-    The lock says who owns the path: a socket that was left behind is replaced, and a second agent is refused.
+    The lock says who owns the path: a socket that was left behind is replaced, and a second agent is refused. The
+    folder is made by others and never made anew: engines in containers hold on to it.
 
     Raises:
         SocketTakenError: another agent, or something else, is there.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, mode: int = _OWN_SOCKET, lock_path: str = "") -> None:
         self.path = path
-        self._lock = _take_lock(f"{path}.lock", path)
+        self._lock = _take_lock(lock_path or f"{path}.lock", path)
         try:
             _clear(path)
             self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
             try:
                 self.socket.bind(path)
-                os.chmod(path, 0o600)  # nobody can connect before listen()
+                os.chmod(path, mode)  # nobody can connect before listen()
                 self.socket.listen(_BACKLOG)
                 self._inode = os.lstat(path).st_ino
             except OSError as error:
@@ -130,6 +141,16 @@ def _clear(path: str) -> None:
         ) from None
 
 
+def _listener(config: AgentConfig) -> Listener:
+    """In a cluster the socket is everybody's, and alone in its folder: that is left empty when agents are removed."""
+    if config.cluster is None:
+        return Listener(config.socket_path)
+    folder = Path(config.cluster.state_path)
+    with contextlib.suppress(OSError):  # then the lock file cannot be opened either, and that says why
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return Listener(config.socket_path, _SHARED_SOCKET, str(folder / "agent.lock"))
+
+
 class Server(SessionEvents):
     """Accepts connections, opens sessions, hands their requests to `handle`.
 
@@ -137,7 +158,7 @@ class Server(SessionEvents):
         handle: called with every frame of an open session.
         ended: called when a session's stream ended.
         left: called when no copy of a session's process runs any more.
-        namespace_options: the settings of a cache namespace for its engines; raises Refused for an unknown one.
+        admission: decides who may open a session.
 
     Attributes:
         sessions: all that are not closed.
@@ -154,8 +175,10 @@ class Server(SessionEvents):
         handle: Callable[[Session, int, bytes | memoryview], None],
         ended: Callable[[Session], None],
         left: Callable[[Session], None],
-        namespace_options: Callable[[str], dict[str, object]],
+        admission: Admission,
+        mode: str = "host",
     ) -> None:
+        self._mode = mode
         self.sessions: dict[Session, None] = {}
         self.draining = False
         self._loop = loop
@@ -165,8 +188,12 @@ class Server(SessionEvents):
         self._handle = handle
         self._ended = ended
         self._left = left
-        self._namespace_options = namespace_options
-        self._connected: Counter[int] = Counter()
+        self._admission = admission
+        self._connections = Connections(config)
+        self._asked: dict[Session, None] = {}
+        """Sessions whose hello waits for the admission's answer."""
+        self._complaints = 0
+        self._complaints_since = loop.now()
         self._epoch = 0
         self._pidfd = os.pidfd_open(os.getpid())
         self._hello: Deadlines[Session] = Deadlines(loop, config.hello_timeout_ms / 1000, self._hello_too_late)
@@ -174,7 +201,7 @@ class Server(SessionEvents):
             loop, _MISSED_HEARTBEATS * config.heartbeat_ms / 1000, self._check_silence
         )
         try:
-            self._listener = Listener(config.socket_path)
+            self._listener = _listener(config)
         except BaseException:
             os.close(self._pidfd)
             raise
@@ -191,7 +218,7 @@ class Server(SessionEvents):
     # ---------------------------------------------------------------------------------------------- accept
 
     def _accept(self, _events: int) -> None:
-        for _ in range(_ACCEPTS_A_ROUND):
+        for _ in range(_ACCEPTS_A_ROUND if self._config.cluster is None else _STRANGERS_A_ROUND):
             try:
                 connection, _ = self._listener.socket.accept()
             except BlockingIOError:
@@ -217,40 +244,35 @@ class Server(SessionEvents):
         except OSError:
             connection.close()
             return
-        config = self._config
-        refusal: tuple[str, ErrorKind, str] | None = None
-        if self._connected.total() >= config.max_connections:
-            refusal = ("limit", ErrorKind.BUSY, f"the agent has {config.max_connections} connections (max_connections)")
-        elif self._connected[peer.uid] >= config.max_connections_per_peer:
-            limit = config.max_connections_per_peer
-            refusal = (
-                "peer-limit",
-                ErrorKind.BUSY,
-                f"user {peer.uid} has {limit} connections to the agent (max_connections_per_peer)",
-            )
-        elif peer.uid not in config.allowed_uids:
-            refusal = (
-                "user",
-                ErrorKind.DENIED,
-                f"user {peer.uid} may not connect; the agent allows users {sorted(config.allowed_uids)} (allowed_uids)",
-            )
-        if refusal is not None:
-            reason, kind, message = refusal
-            self._counters.session_rejections[reason] += 1
+        try:
+            self._connections.check(peer)
+            crowded_out = self._connections.crowded_out(peer)
+        except Rejected as error:
+            self._counters.session_rejections[error.reason] += 1
             with contextlib.suppress(OSError):
-                connection.send(framing.encode(Refusal(kind, message), 0), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+                refusal = framing.encode(Refusal(error.kind, str(error)), 0)
+                connection.send(refusal, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
             connection.close()
             peer.close()
             return
+        if crowded_out is not None:
+            self.expel(
+                crowded_out, Rejected("limit", ErrorKind.BUSY, "others came, and nothing was said here; try again")
+            )
         self._epoch += 1
         session = Session(connection, peer, self._epoch, self._loop, self)
         self.sessions[session] = None
-        self._connected[peer.uid] += 1
+        self._connections.connected(session)
         self._hello.add(session)
+
+    def expel(self, session: Session, error: Refused, sequence: int = 0) -> None:
+        """End a session from this side, and say why. Copies of its process drain as always."""
+        session.refuse_stream(error.kind, str(error), sequence)
+        session.end_stream(error.reason if isinstance(error, Rejected) else "frame")
 
     def _hello_too_late(self, session: Session) -> None:
         message = f"no Hello came within {self._config.hello_timeout_ms} ms"
-        logger.warning("%s: closed: %s", session, message)
+        self._complain("%s: closed: %s", session, message)
         session.refuse_stream(ErrorKind.TIMEOUT, message)
         session.end_stream("hello-timeout")
 
@@ -267,30 +289,46 @@ class Server(SessionEvents):
 
     def frame(self, session: Session, sequence: int, body: bytes | memoryview) -> None:
         """Pass a request on, or take the handshake."""
-        if session.is_open:
+        if session.namespace is not None:
             self._handle(session, sequence, body)
             return
         try:
+            if session in self._asked:
+                raise Refused(ErrorKind.INVALID, "a request came before the answer to Hello; wait for it")
             hello = framing.request_decoder.decode(body)
             if not isinstance(hello, Hello):
                 raise Refused(
                     ErrorKind.INVALID, f"{type(hello).__name__} came before Hello; a session starts with Hello"
                 )
-            self._welcome(session, sequence, hello)
-        except (Refused, msgspec.MsgspecError) as error:
-            kind = error.kind if isinstance(error, Refused) else ErrorKind.INVALID
-            text = str(error) if isinstance(error, Refused) else f"the agent cannot read this as a Hello: {error}"
-            logger.warning("%s: refused: %s", session, text)
-            session.refuse_stream(kind, text, sequence)
-            session.end_stream(error.reason if isinstance(error, _Rejected) else "frame")
+            self._greet(session, sequence, hello)
+        except Refused as error:
+            self._refuse(session, sequence, error)
+        except msgspec.MsgspecError as error:
+            text = f"the agent cannot read this as a Hello: {error}"
+            self._refuse(session, sequence, Refused(ErrorKind.INVALID, text))
+
+    def _refuse(self, session: Session, sequence: int, error: Refused) -> None:
+        self._complain("%s: refused: %s", session, error)
+        self.expel(session, error, sequence)
+
+    def _complain(self, text: str, session: Session, why: object) -> None:
+        """Log what became of a stranger; a crowd of them must not fill the log."""
+        now = self._loop.now()
+        if now - self._complaints_since >= _COMPLAINTS_S:
+            self._complaints_since, self._complaints = now, 0
+        self._complaints += 1
+        if self._complaints <= _COMPLAINTS:
+            logger.warning(text, session, why)
+        elif self._complaints == _COMPLAINTS + 1:
+            logger.warning("more connections that are refused within this minute are counted and not logged")
 
     def stream_ended(self, session: Session, reason: str) -> None:
         """Free what a connection takes; queries and registrations end."""
         self._hello.discard(session)
         self._silent.discard(session)
-        self._connected[session.peer.uid] -= 1
-        if not self._connected[session.peer.uid]:
-            del self._connected[session.peer.uid]
+        self._asked.pop(session, None)
+        self._connections.ended(session)
+        self._admission.ended(session)
         if reason:
             self._counters.session_rejections[reason] += 1
         if session.namespace is not None:
@@ -304,15 +342,9 @@ class Server(SessionEvents):
 
     # ------------------------------------------------------------------------------------------- handshake
 
-    def _welcome(self, session: Session, sequence: int, hello: Hello) -> None:
+    def _greet(self, session: Session, sequence: int, hello: Hello) -> None:
         if self.draining:
-            raise _Rejected("draining", ErrorKind.UNAVAILABLE, "the agent is shutting down; attach again later")
-        if hello.token:
-            raise _Rejected(
-                "token",
-                ErrorKind.UNSUPPORTED,
-                "token: tokens are not there yet; this agent knows its clients by their user",
-            )
+            raise Rejected("draining", ErrorKind.UNAVAILABLE, "the agent is shutting down; attach again later")
         ours = (MESSAGES, RECORDS, PAGE_IMAGE)
         theirs = (VersionRange(*hello.messages), VersionRange(*hello.records), VersionRange(*hello.page_image))
         versions = [settle(*pair) for pair in zip(ours, theirs, strict=True)]
@@ -320,22 +352,39 @@ class Server(SessionEvents):
             ("messages", "records", "page_image"), versions, ours, theirs, strict=True
         ):
             if version is None and guard("versions"):
-                raise _Rejected(
+                raise Rejected(
                     "version",
                     ErrorKind.INCOMPATIBLE,
                     f"{name}: the client speaks versions {their}, this agent (release {RELEASE}) speaks {our}; "
                     "use releases that are at most one apart",
                 )
-        try:
-            options = self._namespace_options(hello.cache_namespace)
-        except Refused as error:
-            raise _Rejected("namespace", error.kind, str(error)) from None
         self._hello.discard(session)
+        self._connections.spoke(session)
+        self._asked[session] = None
+        settled = tuple(version or 0 for version in versions)
+
+        def decided(answer: Grant | Refused) -> None:
+            if self._asked.pop(session, session) is session:  # it ended, or was answered already
+                return
+            try:
+                if isinstance(answer, Refused):
+                    raise answer
+                self._welcome(session, sequence, hello, settled, answer)
+            except Refused as error:
+                self._refuse(session, sequence, error)
+
+        self._admission.admit(session, hello, decided)
+
+    def _welcome(self, session: Session, sequence: int, hello: Hello, versions: tuple[int, ...], grant: Grant) -> None:
+        if self.draining:
+            raise Rejected("draining", ErrorKind.UNAVAILABLE, "the agent is shutting down; attach again later")
+        self._connections.opened(session, grant.owner)
         heartbeat = 0
         if session.peer.pidfd is None:
             heartbeat = self._config.heartbeat_ms
             self._silent.add(session)
-        records = session.open(hello.cache_namespace, hello.client[:_CLIENT_NAME_LENGTH])
+        records = session.open(grant.namespace, hello.client[:_CLIENT_NAME_LENGTH])
+        session.administrator = grant.administrator
         config = self._config
         session.reply(
             sequence,
@@ -343,25 +392,17 @@ class Server(SessionEvents):
                 boot_id=self._boot_id,
                 epoch=session.epoch,
                 release=RELEASE,
-                messages_version=versions[0] or 0,
-                records_version=versions[1] or 0,
-                page_image_version=versions[2] or 0,
-                mode=config.mode,
+                messages_version=versions[0],
+                records_version=versions[1],
+                page_image_version=versions[2],
+                mode=self._mode,
                 cache_namespace=hello.cache_namespace,
                 max_session_queries=config.max_session_queries,
                 reply_ttl_ms=config.reply_ttl_ms,
                 query_budget_bytes=min(config.query_budget_bytes, config.instance_budget_bytes),
                 heartbeat_ms=heartbeat,
-                namespace_options=json.loads(json.dumps(options)),
+                namespace_options=json.loads(json.dumps(grant.options)),
             ),
             (records.fd, session.hint_fd, self._pidfd),
         )
         logger.info("%s opened for cache namespace %r", session, hello.cache_namespace)
-
-
-class _Rejected(Refused):
-    """A refusal that the metrics count under `reason`."""
-
-    def __init__(self, reason: str, kind: ErrorKind, message: str) -> None:
-        super().__init__(kind, message)
-        self.reason = reason

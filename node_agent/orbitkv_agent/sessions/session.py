@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-RECEIVE_BYTES: Final = 1 << 16
-"""Read at a time, so that one session cannot keep the loop for long."""
 MAX_WAITING_BYTES: Final = 8 << 20
 """Replies that a client may leave unread before its stream is closed."""
+_READABLE: Final = select.EPOLLIN | select.EPOLLHUP | select.EPOLLERR
+_WRITABLE: Final = select.EPOLLOUT
 _LAST_READS: Final = 64
 """Reads of what a process left in the socket when it exited."""
 
@@ -54,7 +54,7 @@ class SessionEvents(Protocol):
     """What a session reports to its owner."""
 
     def frame(self, session: Session, sequence: int, body: bytes | memoryview) -> None:
-        """A whole frame came."""
+        """A whole frame came. `body` is valid only until this returns."""
 
     def stream_ended(self, session: Session, reason: str) -> None:
         """No request comes any more, and no reply can be sent. `reason` is one word for the metrics, or ""."""
@@ -74,10 +74,12 @@ class Session:
     Attributes:
         epoch: number of the session within this boot of the agent.
         namespace: cache namespace, once `open`.
+        administrator: it may ask for the agent's state, once `open`.
         client: the client's own name, for people.
         records, hint_fd: shared with the client, once `open`.
         operations: query operations by the client's number.
         registrations, saves, restores: by the agent's number.
+        last_heard: when the last request came, in seconds of the loop's clock.
         arenas: ids of the arenas whose descriptors were passed to the client and not reported unmapped.
         complained_of: the log has a warning about its requests.
         retired_arenas: those among them that the client should unmap.
@@ -88,6 +90,7 @@ class Session:
         self.epoch = epoch
         self.state = SessionState.OPEN
         self.namespace: str | None = None
+        self.administrator = False
         self.client = ""
         self.records: RecordWriter | None = None
         self.hint_fd = -1
@@ -106,7 +109,7 @@ class Session:
         self._outbox: deque[tuple[memoryview, Sequence[int]]] = deque()
         self._outbox_bytes = 0
         connection.setblocking(False)
-        loop.watch(connection.fileno(), select.EPOLLIN, self._on_socket)
+        loop.watch(connection.fileno(), _READABLE, self._on_socket)
         if peer.pidfd is not None:
             loop.watch(peer.pidfd, select.EPOLLIN, self._on_exit)
 
@@ -134,8 +137,26 @@ class Session:
 
         `descriptors` need to live only until this returns.
         """
-        if sequence and self.state is SessionState.OPEN:
-            self._send(framing.encode(message, sequence), descriptors)
+        if not sequence or self.state is not SessionState.OPEN:
+            return
+        frame = framing.encode(message, sequence)
+        sent = 0
+        if not self._outbox:
+            try:
+                if descriptors:
+                    sent = framing.send_with_descriptors(self._socket, frame, list(descriptors))
+                else:
+                    sent = self._socket.send(frame)
+            except BlockingIOError:
+                pass
+            except OSError as error:  # the peer is gone, or too many descriptors are on their way to it
+                logger.info("%s: sending failed: %s", self, error.strerror)
+                self.end_stream()
+                return
+            if sent == len(frame):
+                return
+            self._loop.change(self._socket.fileno(), _READABLE | _WRITABLE)
+        self._queue(memoryview(frame)[sent:], () if sent else descriptors)
 
     def notify(self, counter: Header | None = None) -> None:
         """Tell the client to look at its records, after advancing one of the session's counters if given."""
@@ -155,24 +176,7 @@ class Session:
         with contextlib.suppress(OSError):
             self._socket.send(framing.encode(Refusal(kind, message), sequence), socket.MSG_NOSIGNAL)
 
-    def _send(self, frame: bytearray, descriptors: Sequence[int]) -> None:
-        if not self._outbox:
-            try:
-                sent = framing.send_with_descriptors(self._socket, frame, list(descriptors))
-            except BlockingIOError:
-                sent = 0
-            except OSError as error:  # the peer is gone, or too many descriptors are on their way to it
-                logger.info("%s: sending failed: %s", self, error.strerror)
-                self.end_stream()
-                return
-            if sent == len(frame):
-                return
-            rest = memoryview(frame)[sent:]
-            if sent:
-                descriptors = ()
-            self._loop.change(self._socket.fileno(), select.EPOLLIN | select.EPOLLOUT)
-        else:
-            rest = memoryview(frame)
+    def _queue(self, rest: memoryview, descriptors: Sequence[int]) -> None:
         # What waits must survive its owner, so descriptors are duplicated for the wait.
         self._outbox.append((rest, [os.dup(fd) for fd in descriptors]))
         self._outbox_bytes += len(rest)
@@ -198,30 +202,30 @@ class Session:
                 self._outbox[0] = (rest[sent:], ())
                 return
             self._outbox.popleft()
-        self._loop.change(self._socket.fileno(), select.EPOLLIN)
+        self._loop.change(self._socket.fileno(), _READABLE)
 
     # ----------------------------------------------------------------------------------------------- input
 
     def _on_socket(self, events: int) -> None:
-        if events & select.EPOLLOUT:
+        if events & _WRITABLE:
             self._flush()
-        if events & (select.EPOLLIN | select.EPOLLHUP | select.EPOLLERR) and self.state is SessionState.OPEN:
+        if events & _READABLE and self.state is SessionState.OPEN:
             self._read()
 
     def _read(self) -> bool:
         """Take one piece of input; return whether there may be more."""
+        buffer = self._loop.scratch
         try:
-            data = self._socket.recv(RECEIVE_BYTES)  # recv, not recvmsg: descriptors that a client sends are dropped
+            size = self._socket.recv_into(buffer)  # not recvmsg: descriptors that a client sends are dropped
         except BlockingIOError:
             return False
         except OSError:
-            data = b""
-        if not data:
+            size = 0
+        if not size:
             self.end_stream()
             return False
-        self.last_heard = self._loop.now()
         try:
-            frames = self._reader.feed(data)
+            frames = self._reader.feed(buffer[:size])
         except framing.FrameError as error:
             logger.warning("%s: closed, because it sent %s", self, error)
             self.refuse_stream(ErrorKind.INVALID, f"the connection is closed, because the agent received {error}")
@@ -231,6 +235,7 @@ class Session:
             self._events.frame(self, sequence, body)
             if self.state is not SessionState.OPEN:
                 return False
+        self.last_heard = self._loop.now()
         return True
 
     def _on_exit(self, _events: int) -> None:
@@ -264,6 +269,11 @@ class Session:
             self.close()
         elif self.peer.pidfd is None:
             logger.warning("%s: its exit cannot be observed here; what it mapped stays held", self)
+
+    def close_if_drained(self) -> None:
+        """A copy ended: if it was all that a stream which is over still held, the session is over too."""
+        if self.state is SessionState.LINGERING and not self.holds_memory:
+            self.close()
 
     def close(self) -> None:
         """End everything: its process exited, or said that it copies nothing any more."""

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import islice
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -59,6 +60,8 @@ class Arena:
         self.ready = False
         self.draining = False
         self.fresh = True
+        self.address = 0
+        """Where it is mapped in this process, 0 when it is not."""
         self.fd = os.memfd_create(f"orbitkv-arena-{arena_id}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self.fd, size)
@@ -103,6 +106,16 @@ class _Worker:
             job()
 
 
+class ArenaMemory(Protocol):
+    """What a device does with arenas: it maps and pins them. Called on the pool's worker thread."""
+
+    def attach(self, arena: Arena) -> None:
+        """Make an arena usable for copies; sets its `address`. Raises OSError."""
+
+    def detach(self, arena: Arena) -> None:
+        """Undo `attach`; harmless where that was not done."""
+
+
 class ArenaPool:
     """The arenas of all cache namespaces, within `capacity_bytes`.
 
@@ -112,6 +125,8 @@ class ArenaPool:
     goes back to the kernel, also where a client still maps it, and counts against the capacity until that is done.
 
     Everything but the worker's system calls happens in the owner's thread. `threaded=False` does these inline, too.
+
+    With `memory` every arena is attached to it before it is ready, on the worker's thread.
     """
 
     def __init__(
@@ -122,6 +137,7 @@ class ArenaPool:
         *,
         notify: Callable[[], None] | None = None,
         threaded: bool = True,
+        memory: ArenaMemory | None = None,
     ) -> None:
         self.capacity_bytes = capacity_bytes
         self.arena_bytes = default_arena_bytes(capacity_bytes) if arena_bytes is None else arena_bytes
@@ -130,7 +146,10 @@ class ArenaPool:
                 f"An arena of {self.arena_bytes} bytes does not fit a pool of {capacity_bytes} bytes: it must be a"
                 f" multiple of {UNIT_BYTES} and no larger than the pool."
             )
-        self.prefault = prefault
+        self.prefault = prefault or memory is not None
+        self.ahead = memory is not None
+        """Have everything made before it is needed: pinning is slow, and a burst of saves must not wait for it."""
+        self._memory = memory
         self.committed_bytes = 0
         self.discarding = 0
         self.failures = 0
@@ -217,14 +236,19 @@ class ArenaPool:
     def drop_empty(self, *, but_of: str | None) -> None:
         """Drop arenas without pages, except those of one namespace, until another arena could be made.
 
-        Fresh ones stay: whoever asked for them is about to use them.
+        Fresh ones stay: whoever asked for them is about to use them; but for those that were only made `ahead`.
         """
         if self.room_bytes or self.discarding or self._not_before > time.monotonic():
             return
-        for arena in [a for a in self if not a.fresh and a.namespace != but_of and a.allocator.used == 0]:
+        for arena in [a for a in self if a.namespace != but_of and a.allocator.used == 0]:
+            if arena.fresh and not self._is_spare(arena):
+                continue
             self.drop(arena)
             if self.committed_bytes - arena.size + self.arena_bytes <= self.capacity_bytes:
                 return
+
+    def _is_spare(self, arena: Arena) -> bool:
+        return self.ahead and arena.ready and sum(a.allocator.used == 0 for a in self.of(arena.namespace)) > 1
 
     def poll(self) -> bool:
         """Take note of what the worker finished; returns whether there was anything."""
@@ -279,6 +303,8 @@ class ArenaPool:
             if arena.id not in self._arenas:
                 os.close(arena.fd)
         for arena in self:
+            if self._memory is not None:
+                self._memory.detach(arena)
             os.close(arena.fd)
         self._arenas.clear()
         self._by_namespace.clear()
@@ -314,11 +340,16 @@ class ArenaPool:
                 if self._worker is not None and self._worker.stopping.is_set():
                     break
                 _fault_in(arena.fd, offset, min(_STEP, arena.size - offset))
+            else:
+                if self._memory is not None:
+                    self._memory.attach(arena)
         except OSError as failure:
             error = failure
         self._finish(arena, error)
 
     def _discard(self, arena: Arena) -> None:
+        if self._memory is not None:
+            self._memory.detach(arena)
         # Punching holes frees the memory also where a client still maps the arena, and in steps that no one waits for.
         for offset in range(0, arena.size, _STEP):
             length = min(_STEP, arena.size - offset)

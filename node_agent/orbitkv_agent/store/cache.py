@@ -9,18 +9,28 @@ import numpy.typing as npt
 
 from orbitkv_agent.guards import guard
 from orbitkv_agent.store.access_log import Entries
-from orbitkv_agent.store.arenas import Arena, ArenaPool
+from orbitkv_agent.store.arenas import ArenaPool
 from orbitkv_agent.store.extents import UNIT_BYTES
-from orbitkv_agent.store.hash_table import KEY_BYTES, KEY_WORDS, MAX_ENTRIES
-from orbitkv_agent.store.index import MAX_SHARDS, Group, KeySpace, arena_ids_of, place_of, units_of
+from orbitkv_agent.store.hash_table import KEY_BYTES, KEY_WORDS, MAX_ENTRIES, Keys
+from orbitkv_agent.store.index import (
+    MAX_SHARDS,
+    Group,
+    KeySpace,
+    Run,
+    arena_ids_of,
+    entries_of,
+    place_of,
+    rows_of,
+    units_of,
+)
 from orbitkv_agent.store.memory import distinct
-from orbitkv_agent.store.namespaces import NONE, RETAINED, Namespace, RetentionClass
+from orbitkv_agent.store.namespaces import NONE, RETAINED, Namespace, NamespaceCounters, RetentionClass
 from orbitkv_agent.store.reclaim import Reclaimer
-from orbitkv_agent.store.residency import Residency
+from orbitkv_agent.store.residency import PageRun, Residency
 from orbitkv_agent.store.statistics import StoreStats, collect_stats, verify_invariants
 
-_PAUSE_SECONDS = 0.0015
-_ONE = np.int32(1)  # of the column's type: numpy takes another, five times slower way for a Python number
+_PAUSE_SECONDS = 0.001
+_NO_ENTRIES: Entries = np.zeros(0, np.int64)
 
 
 class Reservation:
@@ -96,6 +106,10 @@ class PageCache:
         self.arenas = arenas
         self._namespaces: dict[str, Namespace] = {}
         self._next_namespace = 1
+        self._dropped: set[str] = set()
+        """Namespaces to be forgotten as soon as nothing of theirs is left."""
+        self._gone = NamespaceCounters()
+        """Of those that were forgotten."""
         self._key_spaces: dict[tuple[str, Hashable, Hashable], KeySpace] = {}
         self._residency = Residency(arenas)
         self._index = self._residency.index
@@ -136,12 +150,13 @@ class PageCache:
                 self.drop_key_space(key_space)
 
     def drop_namespace(self, name: str) -> None:
-        """Drop all key spaces of a namespace and forget its limits. Memory returns as leases and saves on it end."""
+        """Drop all key spaces of a namespace and forget it. Its memory goes back as leases and saves on it end."""
         for key_space in self._key_spaces_of(name):
             self.drop_key_space(key_space)
         for arena in self.arenas.of(name):
             arena.fresh = False
         self.configure_namespace(name, reset_generation=self._namespace(name).reset_generation)
+        self._dropped.add(name)
 
     def open_key_space(
         self,
@@ -190,33 +205,30 @@ class PageCache:
 
     # ---- queries and leases
 
-    def lookup(self, key_space: KeySpace, group: int, hashes: bytes) -> Entries:
-        """Entries of the leading run of complete pages for these hashes: to be pinned in the same turn, or not used.
-
-        A key space that was dropped finds nothing.
-        """
-        return key_space.lookup_run(group, hashes)
-
-    def pin(self, entries: Entries) -> None:
+    def pin(self, run: Run) -> None:
         """Keep complete entries, of one namespace, until `unpin`. Raises ValueError if one is not complete."""
-        if not self._entries.visible.take(entries).all():
+        if not self._entries.visible[rows_of(run)].all():
             raise ValueError("Only complete entries can be pinned.")
-        np.add.at(self._entries.pins, entries, _ONE)
+        self._entries.add_pins(run, 1)
 
-    def unpin(self, entries: Entries) -> None:
+    def unpin(self, run: Run) -> None:
         """Undo one `pin` of each of these entries. Raises ValueError, and changes nothing, if one has no pin left."""
-        pins = self._entries.pins
-        np.subtract.at(pins, entries, _ONE)
-        left = pins[entries]
-        if (left < 0).any():
-            np.add.at(pins, entries, _ONE)
+        if not len(run):
+            return
+        table, rows = self._entries, rows_of(run)
+        table.add_pins(run, -1)
+        left = table.pins[rows]
+        if left.min() < 0:
+            table.add_pins(run, 1)
             raise ValueError("An entry was unpinned more often than pinned.")
-        free = self._entries.last_tick[entries] == 0
+        if not self._index.closing and table.last_tick[rows].all():
+            return
+        free = table.last_tick[rows] == 0
         if self._index.closing:
-            free |= self._index.closed[self._entries.owner[entries]]
+            free |= self._index.closed[table.owner[rows]]
         free &= left == 0
         if free.any():
-            self._residency.settle(distinct(entries[free]))
+            self._residency.settle(distinct(entries_of(run)[free]))
 
     def demand_hit(self, entries: Entries) -> None:
         """A request uses these complete entries, of one namespace, in prefix order: they become retained and recent."""
@@ -270,26 +282,30 @@ class PageCache:
         units = _fix_page_size(known, shard, page_bytes)
         blob = key_space.padded(hashes)
         keys = np.frombuffer(blob, np.uint64).reshape(-1, KEY_WORDS)
-        found = self._index.find(known, blob)
-        column = self._entries.places(shard)
-        state = column[found]
+        tags = self._index.tags(known, keys)
+        found = self._index.find(known, keys, tags)
         first = _first_occurrences(keys)
-        wanted = np.flatnonzero((state == 0) & first)
-        kept = found[(state > 0) & first]
-        if len(kept):
-            self._residency.mention(key_space.namespace, kept[::-1])
+        kept = _NO_ENTRIES
+        if first is None and not found.any():  # the usual case: all are new
+            wanted = np.arange(len(keys))
+        else:
+            state = self._entries.places(shard)[found]
+            absent, present = state == 0, state > 0
+            if first is not None:
+                absent &= first
+                present &= first
+            wanted, kept = np.flatnonzero(absent), found[present]
+            if len(kept):
+                self._residency.mention(key_space.namespace, kept[::-1])
         existing = found[wanted]
-        held = existing[existing != 0]
-        self._entries.pending[held] += 1  # so that making room does not evict them
+        self._hold(existing)
         runs, reason = self._reclaimer.obtain(key_space.namespace, len(wanted), units)
         places = _places(runs, units)
         granted = len(places)
-        refused = existing[granted:]
-        refused = refused[refused != 0]
-        if len(refused):
-            self._entries.pending[refused] -= 1
-            self._residency.settle(refused)
-        entries = self._fill_in(known, shard, keys[wanted[:granted]], existing[:granted], places, units)
+        chosen = wanted[:granted]
+        self._let_go(existing[granted:])
+        entries = self._add_missing(known, existing[:granted], keys[chosen], tags[chosen])
+        self._fill_in(known, shard, entries, runs, places)
         dropped = {} if granted == len(wanted) else {reason: len(wanted) - granted}
         counters = key_space.namespace.counters
         counters.dropped_quota += dropped.get("quota", 0)
@@ -297,7 +313,7 @@ class PageCache:
         return Reservation(
             known,
             shard,
-            wanted[:granted].astype(np.uint32),
+            chosen.astype(np.uint32),
             entries,
             places,
             present=len(kept),
@@ -349,45 +365,55 @@ class PageCache:
         table.pending[entries] -= 1
         self._residency.settle(entries)
 
+    def _hold(self, entries: Entries) -> None:
+        """Making room does not evict these (0 for none): they get another shard's page."""
+        if entries.any():
+            self._entries.pending[entries[entries != 0]] += 1
+
+    def _let_go(self, entries: Entries) -> None:
+        """Undo `_hold`, where there was no room."""
+        if entries.any():
+            refused = entries[entries != 0]
+            self._entries.pending[refused] -= 1
+            self._residency.settle(refused)
+
+    def _add_missing(self, group: Group, existing: Entries, keys: Keys, tags: Entries) -> Entries:
+        """The entries of keys: held ones, and new ones where there is none (0)."""
+        if existing.any():
+            missing = existing == 0
+            entries = existing.copy()
+            entries[missing] = fresh = self._index.add(group, keys[missing], tags[missing])
+        else:
+            entries = fresh = self._index.add(group, keys, tags)
+        self._entries.pending[fresh] = 1
+        return entries
+
     def _fill_in(
-        self,
-        group: Group,
-        shard: int,
-        keys: npt.NDArray[np.uint64],
-        existing: Entries,
-        places: npt.NDArray[np.int64],
-        units: int,
-    ) -> Entries:
-        """Write reserved places into the table, making the entries that are missing."""
-        entries = existing.copy()
-        missing = existing == 0
-        if missing.any():
-            fresh = self._index.add(group, keys[missing])
-            self._entries.pending[fresh] = 1
-            entries[missing] = fresh
+        self, group: Group, shard: int, entries: Entries, runs: list[PageRun], places: npt.NDArray[np.int64]
+    ) -> None:
+        """Write reserved places into the table."""
+        units = group.page_units[shard]
         self._entries.places(shard)[entries] = -places
         self._entries.units[entries] += units
         group.pages[shard] += len(entries)
         start = 0
-        ids = arena_ids_of(places)
-        firsts = units_of(places)
-        for end in [*(np.flatnonzero(np.diff(ids)) + 1).tolist(), len(ids)] if len(ids) else []:
-            arena = self.arenas.get(int(ids[start]))
-            assert arena is not None
-            arena.owners[firsts[start:end]] = entries[start:end]
-            start = end
-        return entries
+        for arena, first, pages in runs:
+            arena.owners[first : first + pages * units : units] = entries[start : start + pages]
+            start += pages
 
     # ---- upkeep
 
     def reclaim_step(self) -> bool:
         """Do a bounded piece of pending upkeep; whether to call again soon. Call it when the loop is idle, and when
         `arenas` notifies: it takes over what the arenas' thread finished."""
-        return self._reclaimer.step()
+        again = self._reclaimer.step()
+        if self._dropped:
+            self._forget_dropped()
+        return again
 
     def stats(self) -> StoreStats:
         """Gauges and counters of the store (see `StoreStats`)."""
-        return collect_stats(self._residency, self._namespaces.values())
+        return collect_stats(self._residency, self._namespaces.values(), self._gone)
 
     def check_invariants(self) -> None:
         """Raise AssertionError if the parts of the store contradict each other. Slow: for tests."""
@@ -396,6 +422,21 @@ class PageCache:
     def close(self) -> None:
         """Close all arenas. Engines that map them keep their mappings, with what is in them."""
         self.arenas.close()
+
+    def _forget_dropped(self) -> None:
+        """Forget dropped namespaces that have neither pages nor key spaces any more, and give their arenas back."""
+        for name in list(self._dropped):
+            if self._key_spaces_of(name):
+                self._dropped.discard(name)  # it is used again
+                continue
+            for arena in list(self.arenas.of(name)):
+                if arena.ready and not arena.allocator.used:
+                    self.arenas.drop(arena)
+            namespace = self._namespaces[name]
+            if not namespace.pages and not self.arenas.of(name):
+                self._gone.add(namespace.counters)
+                del self._namespaces[name]
+                self._dropped.discard(name)
 
     def _namespace(self, name: str) -> Namespace:
         namespace = self._namespaces.get(name)
@@ -425,19 +466,20 @@ def _fix_page_size(group: Group, shard: int, page_bytes: int) -> int:
     return group.page_units[shard]
 
 
-def _first_occurrences(keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
-    """Where a key is named for the first time."""
-    first = np.ones(len(keys), np.bool_)
+def _first_occurrences(keys: Keys) -> npt.NDArray[np.bool_] | None:
+    """Where a key is named for the first time; None when all are distinct."""
     words = np.sort(keys[:, 0])
-    if (words[1:] == words[:-1]).any():
-        seen: set[bytes] = set()
-        for position, key in enumerate(keys):
-            first[position] = key.tobytes() not in seen
-            seen.add(key.tobytes())
+    if not (words[1:] == words[:-1]).any():
+        return None
+    first = np.ones(len(keys), np.bool_)
+    seen: set[bytes] = set()
+    for position, key in enumerate(keys):
+        first[position] = key.tobytes() not in seen
+        seen.add(key.tobytes())
     return first
 
 
-def _places(runs: list[tuple[Arena, int, int]], units: int) -> npt.NDArray[np.int64]:
+def _places(runs: list[PageRun], units: int) -> npt.NDArray[np.int64]:
     """Places of the pages of runs, one after another."""
     if not runs:
         return np.zeros(0, np.int64)

@@ -21,8 +21,10 @@ _TAG_SHIFT = np.uint64(31)  # a tag is the top 33 bits of the hash, so that tag 
 _TAG_TOP = 1 << 32  # set in every tag: an empty slot (0) then matches none
 _MASK64 = (1 << 64) - 1
 _FIRST_BUCKETS = 1 << 10
-_SPLIT_BATCH = 64  # buckets: fewer at a time are not worth the calls
+_SPLIT_BATCH = 512  # buckets: fewer at a time are not worth the calls
+_BUCKET_BYTES = 8 * _SLOTS
 _unpack_words = struct.Struct(f"<{KEY_WORDS}Q").unpack_from
+_unpack_slots = struct.Struct(f"<{_SLOTS}q").unpack_from
 
 MAX_ENTRIES = 1 << _INDEX_BITS
 
@@ -48,13 +50,16 @@ class HashTable:
     def __init__(self, keys: Keys, owners: npt.NDArray[np.uint32], *, factors: tuple[int, ...] | None = None) -> None:
         self._keys = keys
         self._owners = owners
+        # Single items are read through these: numpy takes several times as long for them.
+        self._scalar_keys = keys.data
+        self._scalar_owners = owners.data
         self._factors = factors or tuple(secrets.randbits(64) | 1 for _ in range(KEY_WORDS + 1))
         self._key_factors = np.array(self._factors[:KEY_WORDS], np.uint64)
         self._owner_factor = self._factors[KEY_WORDS]
         self._max_buckets = max(_FIRST_BUCKETS, 3 * len(keys) // 2)
         self._slots: npt.NDArray[np.int64] = lazy_zeros((self._max_buckets, _SLOTS), np.int64)
         self._flat_slots = self._slots.reshape(-1)
-        self._scalar_slots = self._slots.data.cast("B").cast("q")
+        self._scalar_slots = self._slots.data
         self._spilled: npt.NDArray[np.bool_] = lazy_zeros(self._max_buckets, np.bool_)  # buckets with a list in _spills
         self._spills: dict[int, list[int]] = {}
         self._half = _FIRST_BUCKETS  # buckets at the start of the current round of splits; a power of two
@@ -68,30 +73,38 @@ class HashTable:
 
     def find_one(self, blob: bytes, offset: int, owner: int) -> int:
         """Entry of the key at `offset` in `blob` (padded keys of KEY_BYTES), or 0."""
-        a, b, c, d = _unpack_words(blob, offset)
-        f = self._factors
-        tag = ((a * f[0] + b * f[1] + c * f[2] + d * f[3] + owner * f[4]) & _MASK64) >> 31 | _TAG_TOP
+        a, b, c, d = words = _unpack_words(blob, offset)
+        e, f, g, h, i = self._factors
+        tag = ((a * e + b * f + c * g + d * h + owner * i) & _MASK64) >> 31 | _TAG_TOP
         bucket = tag & (2 * self._half - 1)
         if bucket >= self._buckets:
             bucket -= self._half
-        slots = self._scalar_slots[bucket * _SLOTS : bucket * _SLOTS + _SLOTS].tolist()
+        slots = _unpack_slots(self._scalar_slots, bucket * _BUCKET_BYTES)
         if self._spills:
-            slots += self._spills.get(bucket, ())
+            slots += tuple(self._spills.get(bucket, ()))
         for slot in slots:
             if slot >> _INDEX_BITS == tag:
                 index: int = slot & _INDEX_MASK
-                if self._owners[index] == owner and self._keys[index].tobytes() == blob[offset : offset + KEY_BYTES]:
+                if self._scalar_owners[index] == owner and _unpack_words(self._scalar_keys, index * KEY_BYTES) == words:
                     return index
         return 0
 
-    def find(self, keys: Keys, owner: int) -> Indices:
-        """Entries of `keys`, shape (n,); 0 where there is none."""
-        tags, buckets = self._address(keys, np.uint64(owner * self._owner_factor & _MASK64))
+    def tags(self, keys: Keys, owner: int) -> Indices:
+        """What the table knows `keys` of an owner by, shape (n,): the same for as long as the table exists."""
+        return self._tags(keys, np.uint64(owner * self._owner_factor & _MASK64))
+
+    def find(self, keys: Keys, owner: int, tags: Indices | None = None) -> Indices:
+        """Entries of `keys`, shape (n,); 0 where there is none. `tags`: theirs, where they are known already."""
+        if tags is None:
+            tags = self.tags(keys, owner)
+        buckets = self._bucket(tags)
         slots = self._slots.take(buckets, axis=0)
         # What remains is the bare index where the tags are equal, and something larger than any index elsewhere.
         slots ^= (tags << _INDEX_BITS)[:, None]
         found: Indices = slots.min(axis=1)
         found[found > _INDEX_MASK] = 0
+        if not (found.any() or (self._spills and self._spilled[buckets].any())):
+            return found
         other_key = self._keys.take(found, axis=0) != keys
         other_owner = self._owners.take(found) != owner
         if other_key.any() or other_owner.any():
@@ -104,16 +117,19 @@ class HashTable:
                 found[row] = self.find_one(blob, position * KEY_BYTES, owner)
         return found
 
-    def insert(self, entries: Indices) -> None:
-        """Add distinct entries whose keys the table does not hold, with key and owner from the columns."""
+    def insert(self, entries: Indices, tags: Indices | None = None) -> None:
+        """Add distinct entries whose keys the table does not hold, with key and owner from the columns. `tags`: as for
+        `find`."""
+        if tags is None:
+            tags = self._tags_of(entries)
         self.count += len(entries)
         self._grow()
-        tags, buckets = self._address_entries(entries)
-        self._place(buckets, tags << _INDEX_BITS | entries)
+        self._place(self._bucket(tags), tags << _INDEX_BITS | entries)
 
     def remove(self, entries: Indices) -> None:
         """Remove distinct entries; their key and owner must still be in the columns."""
-        tags, buckets = self._address_entries(entries)
+        tags = self._tags_of(entries)
+        buckets = self._bucket(tags)
         matches = (self._slots[buckets] & _INDEX_MASK) == entries[:, None]
         column = matches.argmax(axis=1)
         placed = matches[np.arange(len(entries)), column]
@@ -132,13 +148,15 @@ class HashTable:
         while len(slots):
             empty = self._slots.take(buckets, axis=0) == 0
             places = buckets * _SLOTS + empty.argmax(axis=1)
-            full = ~empty.any(axis=1)
-            if full.any():
-                self._spill(buckets[full], slots[full])
-                buckets, slots, places = buckets[~full], slots[~full], places[~full]
+            roomy = empty.any(axis=1)
+            if not roomy.all():
+                self._spill(buckets[~roomy], slots[~roomy])
+                buckets, slots, places = buckets[roomy], slots[roomy], places[roomy]
             self._flat_slots[places] = slots
             # Of several that went for the same place the last one has it; the others try again.
             lost = self._flat_slots.take(places) != slots
+            if not lost.any():
+                break
             buckets, slots = buckets[lost], slots[lost]
 
     def _spill(self, buckets: Indices, slots: Indices) -> None:
@@ -146,17 +164,17 @@ class HashTable:
             self._spills.setdefault(bucket, []).append(slot)
             self._spilled[bucket] = True
 
-    def _address_entries(self, entries: Indices) -> tuple[Indices, Indices]:
-        return self._address(self._keys[entries], self._owners[entries] * np.uint64(self._owner_factor))
+    def _tags_of(self, entries: Indices) -> Indices:
+        return self._tags(self._keys[entries], self._owners[entries] * np.uint64(self._owner_factor))
 
-    def _address(self, keys: Keys, salts: np.uint64 | npt.NDArray[np.uint64]) -> tuple[Indices, Indices]:
-        """Tag and bucket of each key; `salts` are the owners times their factor."""
+    def _tags(self, keys: Keys, salts: np.uint64 | npt.NDArray[np.uint64]) -> Indices:
+        """Tag of each key; `salts` are the owners times their factor."""
         hashed = keys @ self._key_factors
         hashed += salts
         hashed >>= _TAG_SHIFT
         tags: Indices = hashed.view(np.int64)
         tags |= _TAG_TOP
-        return tags, self._bucket(tags)
+        return tags
 
     def _bucket(self, tags: Indices) -> Indices:
         buckets = tags & (2 * self._half - 1)

@@ -8,12 +8,18 @@ import numpy as np
 import numpy.typing as npt
 
 from orbitkv_agent.store.access_log import Entries
-from orbitkv_agent.store.hash_table import KEY_BYTES, KEY_WORDS, HashTable, Keys
+from orbitkv_agent.store.hash_table import KEY_BYTES, KEY_WORDS, HashTable, Indices, Keys
 from orbitkv_agent.store.memory import lazy_zeros
 from orbitkv_agent.store.namespaces import Namespace
 
 MAX_GROUPS = 1 << 16
 MAX_SHARDS = 64
+
+Run = range | Entries
+"""Entries in the order of their pages, shape (n,): a range where their rows follow each other, which costs no array."""
+
+_NOTHING = range(0)
+_KEY = np.dtype(f"V{KEY_BYTES}")
 
 _OFFSET_BITS = 32  # of a place: arena id << 32 | unit in the arena
 
@@ -95,6 +101,14 @@ class EntryTable:
         self._free[self._free_count : self._free_count + len(rows)] = rows
         self._free_count += len(rows)
 
+    def add_pins(self, run: Run, count: int) -> None:
+        """Add to the pins of a run's entries; of one that is named twice, twice."""
+        if isinstance(run, range):
+            self.pins[run.start : run.stop] += count
+        else:
+            # A number of the column's type: numpy takes another, five times slower way for a Python number.
+            np.add.at(self.pins, run, np.int32(count))
+
     def touch(self, entries: Entries) -> npt.NDArray[np.int64]:
         """Give entries new ticks, ascending in their order, and return these. The last mention of an entry holds."""
         ticks = np.arange(self._next_tick, self._next_tick + len(entries), dtype=np.int64)
@@ -110,6 +124,7 @@ class Group:
         self.key_space = key_space
         self.number = number
         self.owner = owner
+        self.owner_bytes = owner.to_bytes(4, "little")
         self.entries = 0
         self.page_bytes = [0] * key_space.shards
         self.page_units = [0] * key_space.shards
@@ -162,12 +177,17 @@ class KeySpace:
         keys[:, : self.hash_bytes] = np.frombuffer(blob, np.uint8).reshape(count, self.hash_bytes)
         return keys.tobytes()
 
-    def lookup_run(self, group: int, blob: bytes) -> Entries:
-        """Entries of the longest leading run of complete pages, shape (run,), for the hashes in `blob`."""
+    def lookup_run(self, group: int, blob: bytes) -> Run:
+        """Entries of the longest leading run of complete pages for the hashes in `blob`.
+
+        To be pinned in the same turn, or not used. Once closed, it finds nothing.
+        """
         known = self.groups.get(group)
         if known is None or self.closed:
-            return np.zeros(0, np.int64)
-        return self._index.lookup_run(known, self.padded(blob))
+            return _NOTHING
+        if self.hash_bytes != KEY_BYTES or len(blob) % KEY_BYTES:
+            blob = self.padded(blob)
+        return self._index.lookup_run(known, blob)
 
     def hashes(self, entries: Entries) -> list[bytes]:
         """Engine hashes of entries of this key space."""
@@ -182,6 +202,9 @@ class Index:
         self.entries = EntryTable(max_entries)
         self.groups: list[Group | None] = [None]
         self._table = HashTable(self.entries.keys, self.entries.owner)
+        # Small pieces are read through these: numpy takes several times as long for them.
+        self._scalar_keys = self.entries.keys.data.cast("B")
+        self._scalar_visible = self.entries.visible.data
         self._free_owners: list[int] = []
         self.closed: npt.NDArray[np.bool_] = np.zeros(MAX_GROUPS, np.bool_)
         """By owner: whether its key space was dropped."""
@@ -225,43 +248,50 @@ class Index:
             self._forget_if_done(group)
         return left
 
-    def lookup_run(self, group: Group, blob: bytes) -> Entries:
+    def lookup_run(self, group: Group, blob: bytes) -> Run:
         """See `KeySpace.lookup_run`; `blob` holds padded hashes.
 
         Pages saved together have neighbouring rows, so one look-up finds where a run starts and comparing memory finds
         where it ends. Where runs are short, one vectorised look-up takes over.
         """
         count = len(blob) // KEY_BYTES
-        visible, owner = self.entries.visible, group.owner
-        runs: list[tuple[int, int]] = []
+        owner = group.owner
+        runs: list[range] = []
         position = 0
         while position < count:
             if 8 * (len(runs) - 2) > position:
-                keys = np.frombuffer(blob, np.uint64, offset=position * KEY_BYTES).reshape(-1, KEY_WORDS)
-                found = self._table.find(keys, owner)
-                hit = visible[found] == owner
-                tail = found if hit.all() else found[: int(hit.argmin())]
-                return np.concatenate([*(_arange(*run) for run in runs), tail])
+                return np.concatenate([*map(entries_of, runs), self._lookup_each(blob, position, owner)])
             first = self._table.find_one(blob, position * KEY_BYTES, owner)
-            if visible[first] != owner:
+            if self._scalar_visible[first] != owner:
                 break
-            length = self._run_length(first, blob, position, count - position, owner)
-            runs.append((first, length))
+            length = self._run_length(first, blob, position, count - position, group)
+            runs.append(range(first, first + length))
             position += length
-        if len(runs) == 1:
-            return _arange(*runs[0])
-        return np.concatenate([_arange(*run) for run in runs]) if runs else np.zeros(0, np.int64)
+        if not runs:
+            return _NOTHING
+        return runs[0] if len(runs) == 1 else np.concatenate([*map(entries_of, runs)])
 
-    def find(self, group: Group, blob: bytes) -> Entries:
-        """Entries of padded hashes, whatever their state, shape (n,); 0 where there is none."""
-        return self._table.find(np.frombuffer(blob, np.uint64).reshape(-1, KEY_WORDS), group.owner)
+    def _lookup_each(self, blob: bytes, position: int, owner: int) -> Entries:
+        """Entries of the leading run of complete pages for the keys from `position` on."""
+        keys = np.frombuffer(blob, np.uint64, offset=position * KEY_BYTES).reshape(-1, KEY_WORDS)
+        found = self._table.find(keys, owner)
+        hit = self.entries.visible[found] == owner
+        return found if hit.all() else found[: int(hit.argmin())]
 
-    def add(self, group: Group, keys: Keys) -> Entries:
+    def tags(self, group: Group, keys: Keys) -> Indices:
+        """See `HashTable.tags`: for keys that are looked up and then added."""
+        return self._table.tags(keys, group.owner)
+
+    def find(self, group: Group, keys: Keys, tags: Indices | None = None) -> Entries:
+        """Entries of keys, whatever their state, shape (n,); 0 where there is none."""
+        return self._table.find(keys, group.owner, tags)
+
+    def add(self, group: Group, keys: Keys, tags: Indices) -> Entries:
         """New entries for distinct keys that have none. Each gets a page: the rows last as long as the pages do."""
         rows = self.entries.take_rows(len(keys))
         self.entries.keys[rows] = keys
         self.entries.owner[rows] = group.owner
-        self._table.insert(rows)
+        self._table.insert(rows, tags)
         group.entries += len(rows)
         return rows
 
@@ -278,23 +308,31 @@ class Index:
             self.closing -= 1
             self._free_owners.append(group.owner)
 
-    def _run_length(self, first: int, blob: bytes, position: int, limit: int, owner: int) -> int:
+    def _run_length(self, first: int, blob: bytes, position: int, limit: int, group: Group) -> int:
         """How many of the next `limit` keys are complete entries in the rows from `first` on (the first is)."""
-        keys, visible = self.entries.keys, self.entries.visible
-        if (
-            limit > 1
-            and keys[first + 1 : first + 2].tobytes() != blob[(position + 1) * KEY_BYTES : (position + 2) * KEY_BYTES]
-        ):
-            return 1
-        limit = min(limit, len(keys) - first)
+        end = min(first + limit, self.entries.capacity + 1)
+        limit = end - first
         wanted = blob[position * KEY_BYTES : (position + limit) * KEY_BYTES]
-        states = visible[first : first + limit]
-        same_states = states.tobytes() == owner.to_bytes(4, "little") * limit
-        if same_states and keys[first : first + limit].tobytes() == wanted:
+        keys = self._scalar_keys[first * KEY_BYTES : end * KEY_BYTES].tobytes()
+        states = self._scalar_visible[first:end].tobytes()
+        if keys == wanted and states == group.owner_bytes * limit:
             return limit
-        same = (keys[first : first + limit] == np.frombuffer(wanted, np.uint64).reshape(-1, KEY_WORDS)).all(axis=1)
-        same &= states == owner
+        if keys[KEY_BYTES : 2 * KEY_BYTES] != wanted[KEY_BYTES : 2 * KEY_BYTES]:
+            return 1
+        same = (np.frombuffer(keys, _KEY) == np.frombuffer(wanted, _KEY)) & (
+            np.frombuffer(states, np.uint32) == group.owner
+        )
         return limit if same.all() else int(same.argmin())
+
+
+def rows_of(run: Run) -> slice | Entries:
+    """What selects a run's rows in a column."""
+    return slice(run.start, run.stop) if isinstance(run, range) else run
+
+
+def entries_of(run: Run) -> Entries:
+    """A run as an array."""
+    return np.arange(run.start, run.stop, dtype=np.int64) if isinstance(run, range) else run
 
 
 def place_of(arena_id: int, first_units: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -310,7 +348,3 @@ def arena_ids_of(places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 def units_of(places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """First units of places in their arenas."""
     return places & ((1 << _OFFSET_BITS) - 1)
-
-
-def _arange(first: int, length: int) -> Entries:
-    return np.arange(first, first + length, dtype=np.int64)

@@ -37,6 +37,14 @@ class NamespaceCounters:
     dropped_pool_full: int = 0
     dropped_quota: int = 0
 
+    def add(self, other: NamespaceCounters) -> None:
+        """Count what happened in another namespace here, too."""
+        self.insertions += other.insertions
+        self.evictions = [mine + its for mine, its in zip(self.evictions, other.evictions, strict=True)]
+        self.reclaimed_bytes += other.reclaimed_bytes
+        self.dropped_pool_full += other.dropped_pool_full
+        self.dropped_quota += other.dropped_quota
+
 
 class Namespace:
     """One cache namespace (tenant).

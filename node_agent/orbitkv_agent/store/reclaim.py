@@ -49,6 +49,7 @@ class Reclaimer:
         self._clock = clock
         self._sweep_row = 0  # rows from here on may belong to dropped key spaces; 0 when there is nothing to sweep
         self._wanting: dict[str, None] = {}  # namespaces that wait for an arena of another, in order
+        self._asked: set[str] = set()  # namespaces that were prepared so far
         self._emptying: Arena | None = None
         self._emptying_unit = 0  # where the next step goes on
         self._fruitless_units = 0  # examined since the last entry that could be released
@@ -83,6 +84,7 @@ class Reclaimer:
 
     def prepare(self, namespace: Namespace) -> None:
         """Have the first arena of a namespace faulted in before the first page comes."""
+        self._asked.add(namespace.name)
         if self._arenas.prefault and not self._arenas.of(namespace.name) and not self._add_arena(namespace):
             self._want_arena(namespace)
 
@@ -125,7 +127,9 @@ class Reclaimer:
     def _look_ahead(self, namespace: Namespace) -> None:
         """Have the next arena faulted in before the last one is full, so that saves need not be dropped meanwhile."""
         free = self._arenas.held_bytes(namespace.name) - namespace.used_bytes
-        if free < self._arenas.arena_bytes // 4 and self._arenas.room_bytes:
+        # All of it while nobody else wants any.
+        wanted = self._arenas.capacity_bytes if self._arenas.ahead and len(self._asked) == 1 else None
+        if free < (wanted or self._arenas.arena_bytes // 4) and self._arenas.room_bytes:
             quota = namespace.quota_bytes
             if quota is None or self._arenas.held_bytes(namespace.name) < quota:
                 self._add_arena(namespace)
@@ -159,6 +163,11 @@ class Reclaimer:
         for namespace in self._namespaces.values():
             if namespace.over_quota_bytes and self._evict(namespace, -(-namespace.over_quota_bytes // UNIT_BYTES)):
                 return True
+            if self._arenas.ahead and namespace.name in self._asked:
+                if self._arenas.of(namespace.name):
+                    self._look_ahead(namespace)
+                else:
+                    self.prepare(namespace)
         return bool(self._wanting) and self._pass_arena_on()
 
     def _sweep_rows(self) -> None:
@@ -234,8 +243,9 @@ class Reclaimer:
             self._residency.release(distinct(entries[idle]), evicted=True)
 
     def _may_empty(self, arena: Arena) -> bool:
-        victim = self._namespaces[arena.namespace]
-        return self._arenas.get(arena.id) is arena and victim.excess_bytes >= arena.used_bytes
+        if self._arenas.get(arena.id) is not arena:
+            return False
+        return self._namespaces[arena.namespace].excess_bytes >= arena.used_bytes
 
     def _victim_of(self, namespace: Namespace) -> Arena | None:
         """The arena that another namespace has to empty for this one, or None if it has no such claim.

@@ -9,7 +9,7 @@ import numpy as np
 
 from orbitkv_agent.store.extents import UNIT_BYTES
 from orbitkv_agent.store.index import Group, arena_ids_of, units_of
-from orbitkv_agent.store.namespaces import EVICTION_ORDER, Namespace, RetentionClass
+from orbitkv_agent.store.namespaces import EVICTION_ORDER, Namespace, NamespaceCounters, RetentionClass
 from orbitkv_agent.store.residency import Residency
 
 
@@ -47,23 +47,25 @@ class StoreStats:
     arena_failures: int
     entries: int
     namespaces: dict[str, NamespaceStats]
+    gone: NamespaceStats
+    """Counters of namespaces that were dropped; they have nothing else any more."""
     size_classes: dict[int, SizeClassStats] = field(default_factory=dict)
     """By padded page size in bytes."""
 
     def total(self, name: str) -> int:
-        """Sum of a number over the namespaces."""
-        return sum(getattr(one, name) for one in self.namespaces.values())
+        """Sum of a number over the namespaces, with those that are gone."""
+        return sum(getattr(one, name) for one in (*self.namespaces.values(), self.gone))
 
     def total_by_key(self, name: str) -> dict[str, int]:
-        """Sum of a mapping (`resident_blocks`, `evictions`, `dropped`) over the namespaces."""
+        """Sum of a mapping (`resident_blocks`, `evictions`, `dropped`) over the namespaces and those that are gone."""
         totals: dict[str, int] = {}
-        for one in self.namespaces.values():
+        for one in (*self.namespaces.values(), self.gone):
             for key, value in getattr(one, name).items():
                 totals[key] = totals.get(key, 0) + value
         return totals
 
 
-def collect_stats(residency: Residency, namespaces: Iterable[Namespace]) -> StoreStats:
+def collect_stats(residency: Residency, namespaces: Iterable[Namespace], gone: NamespaceCounters) -> StoreStats:
     """Read all figures; costs a walk over arenas and groups, not over entries."""
     arenas = residency.arenas
     largest = max((arena.allocator.largest_free * UNIT_BYTES for arena in arenas if arena.allocatable), default=0)
@@ -81,17 +83,28 @@ def collect_stats(residency: Residency, namespaces: Iterable[Namespace]) -> Stor
         arena_failures=arenas.failures,
         entries=residency.index.count,
         namespaces=by_name,
+        gone=_stats(gone),
         size_classes=size_classes,
     )
 
 
 def _namespace_stats(namespace: Namespace, arena_bytes: int) -> NamespaceStats:
-    counters = namespace.counters
+    blocks = {kind.name.lower(): namespace.log(kind).live for kind in EVICTION_ORDER}
+    return _stats(namespace.counters, namespace.used_bytes, namespace.pages, arena_bytes, blocks)
+
+
+def _stats(
+    counters: NamespaceCounters,
+    used_bytes: int = 0,
+    pages: int = 0,
+    arena_bytes: int = 0,
+    resident_blocks: dict[str, int] | None = None,
+) -> NamespaceStats:
     return NamespaceStats(
-        used_bytes=namespace.used_bytes,
-        pages=namespace.pages,
+        used_bytes=used_bytes,
+        pages=pages,
         arena_bytes=arena_bytes,
-        resident_blocks={kind.name.lower(): namespace.log(kind).live for kind in EVICTION_ORDER},
+        resident_blocks=resident_blocks or {},
         insertions=counters.insertions,
         evictions={kind.name.lower(): counters.evictions[kind] for kind in EVICTION_ORDER},
         reclaimed_bytes=counters.reclaimed_bytes,
@@ -121,8 +134,7 @@ def verify_invariants(residency: Residency, namespaces: Iterable[Namespace]) -> 
     for row in rows.tolist():
         group = index.group_of(int(table.owner[row]))
         key_space = group.key_space
-        blob = table.keys[row].tobytes()
-        assert index.find(group, blob).tolist() == [row], "an entry is found by its key"
+        assert index.find(group, table.keys[row : row + 1]).tolist() == [row], "an entry is found by its key"
         shards = [int(table.places(shard)[row]) for shard in range(key_space.shards)]
         assert sum(place > 0 for place in shards) == table.committed[row]
         assert sum(place < 0 for place in shards) == table.pending[row]

@@ -9,13 +9,15 @@ from __future__ import annotations
 import itertools
 import os
 import socket
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import numpy as np
 
+from orbitkv.cuda import Driver
 from orbitkv.protocol import framing
 from orbitkv.protocol.messages import (
     Allocation,
@@ -82,20 +84,22 @@ class World:
 
     Args:
         folder: for the socket.
+        driver: of GPUs; the agent is in CUDA mode then.
         settings: of the agent; small ones are the default.
     """
 
-    def __init__(self, folder: Path, **settings: Any) -> None:
+    def __init__(self, folder: Path, *, driver: Driver | None = None, **settings: Any) -> None:
         values: dict[str, Any] = {
             "socket_path": str(folder / "agent.sock"),
             "pool": "4MiB",
             "arena": "1MiB",
             "prefault": False,
+            "mode": "host",
             "metrics_address": "off",
         }
         self.config = AgentConfig.model_validate(values | settings)
         self.clock = Clock()
-        self.agent = Agent(self.config, Loop(self.clock))
+        self.agent = Agent(self.config, Loop(self.clock), driver)
         self.path = self.config.socket_path
         self.clients: list[Client] = []
 
@@ -122,6 +126,13 @@ class World:
         """Let the agent do what there is to do now."""
         for _ in range(rounds):
             self.agent.loop.run_once(0)
+
+    def until(self, condition: Callable[[], object], seconds: float = 10.0) -> None:
+        """Let the agent work until `condition` holds; for what other threads report."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, "it did not happen in time"
+            self.agent.loop.run_once(0.01)
 
     def advance(self, seconds: float) -> None:
         """Let time pass."""

@@ -80,7 +80,7 @@ def test_every_setting_can_be_given_as_text(yaml_file: Path) -> None:
         "mode": "host",
         "cache_namespaces": '{"team-a": {"quota": "16MiB", "options": {"max_wait_ms": 5}}}',
     }
-    given = {name: text.get(name, "77") for name in AgentConfig.model_fields}
+    given = {name: text.get(name, "77") for name in AgentConfig.model_fields if name != "cluster"}
     config = load_config(given, {}).config
 
     assert (config.pool_bytes, config.arena_bytes, config.instance_budget_bytes) == (64 * MIB, 8 * MIB, 32 * MIB)
@@ -119,7 +119,7 @@ cache_namespaces:
         ("pool", "1k", "must be at least 1 MiB"),
         ("prefault", "perhaps", "must be a valid boolean"),
         ("query_budget_percent", "101", "must be less than or equal to 100"),
-        ("mode", "cuda", "only host mode is there in this release; CUDA and other devices are not there yet"),
+        ("mode", "rocm", "must be 'auto', 'host' or 'cuda'"),
         ("log_level", "loud", "must be 'debug', 'info', 'warning' or 'error'"),
         ("metrics_address", "9091", "must be host:port, for example 127.0.0.1:9091, or off"),
         ("metrics_address", "h:99999", "must be host:port, for example 127.0.0.1:9091, or off"),
@@ -161,7 +161,7 @@ def test_options_of_a_namespace_are_checked_by_the_plugins_model(yaml_file: Path
     assert "port: is set on the engine's side only" in problems({}, {}, yaml_file)[0]
 
 
-@pytest.mark.parametrize("name", ["a b", "a/b/c", "/a", "a" * 254])
+@pytest.mark.parametrize("name", ["a b", "a/b/c", "/a", "a" * 318])
 def test_name_of_a_namespace_must_be_one(yaml_file: Path, name: str) -> None:
     yaml_file.write_text(f'cache_namespaces: {{"{name}": {{}}}}')
     assert "a cache namespace is named `name` or `namespace/name`" in problems({}, {}, yaml_file)[0]
@@ -227,3 +227,54 @@ def test_every_setting_is_described_for_people(model: Any) -> None:
     for name, field in model.model_fields.items():
         assert field.description.endswith(".")
         assert describe_default(model, name)
+
+
+# ------------------------------------------------------------------------------------------------------ in a cluster
+
+POD = {"NODE_NAME": "node-a", "POD_NAME": "agent-1", "POD_NAMESPACE": "orbitkv-system", "POD_UID": "u-1"}
+
+
+def test_what_a_pod_is_told_completes_the_cluster_section(yaml_file: Path) -> None:
+    yaml_file.write_text("cluster:\n  pool: default\n")
+    cluster = load_config({}, POD, str(yaml_file)).config.cluster
+    assert cluster is not None
+    assert (cluster.node_name, cluster.pod_name, cluster.pod_namespace, cluster.pod_uid) == tuple(POD.values())
+    assert cluster.reports_address == "orbitkv-reports.orbitkv-system.svc:9443"
+    assert cluster.reports_server_name == "orbitkv-reports.orbitkv-system.svc"
+
+
+def test_the_file_says_more_than_the_pods_variables(yaml_file: Path) -> None:
+    yaml_file.write_text("cluster: {pool: default, node_name: other, reports_address: 'localhost:1'}\n")
+    cluster = load_config({}, POD, str(yaml_file)).config.cluster
+    assert cluster is not None
+    assert (cluster.node_name, cluster.reports_address) == ("other", "localhost:1")
+
+
+def test_the_cluster_section_can_be_given_as_text() -> None:
+    cluster = load_config({"cluster": "{pool: gpu}"}, POD).config.cluster
+    assert cluster is not None
+    assert cluster.pool == "gpu"
+
+
+def test_a_variable_that_a_pod_lacks_is_named() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config({"cluster": "{pool: gpu}"}, {"NODE_NAME": "n", "POD_NAME": "p", "POD_NAMESPACE": "ns"})
+    assert "cluster.pod_uid (flag --cluster): must be given, here or as the variable POD_UID" in caught.value.problems
+
+
+@pytest.mark.parametrize(
+    ("cluster", "problem"),
+    [
+        ("{pool: gpu, poool: x}", "cluster.poool (flag --cluster): there is no such setting; the nearest is pool"),
+        ("gpu", "cluster is 'gpu' (flag --cluster): must be a mapping of settings to values"),
+    ],
+)
+def test_a_wrong_cluster_section_is_refused_by_name(cluster: str, problem: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config({"cluster": cluster}, POD)
+    assert caught.value.problems == [problem]
+
+
+def test_a_cluster_has_no_configured_namespaces() -> None:
+    with pytest.raises(ConfigError, match="cache_namespaces must be empty with cluster"):
+        load_config({"cluster": "{pool: gpu}", "cache_namespaces": "{a: {}}"}, POD)

@@ -1,29 +1,40 @@
-"""Restores: a lease is consumed, the client copies, and says when it is done."""
+"""Restores: a lease is consumed and its pages are copied.
+
+In host mode the client copies, by the plan that it gets, and says when it is done. In CUDA mode the agent copies; what
+it accepted is in flight from then on, and the completion record tells the end.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from collections import Counter, deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import numpy as np
 
 from orbitkv.protocol.errors import ErrorKind
-from orbitkv.protocol.messages import RecordRef, RestoreDone, RestorePlan, StartRestore
+from orbitkv.protocol.messages import PagePlaces, RecordRef, RestoreDone, RestorePlan, StartRestore
 from orbitkv.protocol.records import RecordState
 from orbitkv_agent import faults
+from orbitkv_agent.devices.base import Copier, Copy, CopyPart
 from orbitkv_agent.guards import guard
 from orbitkv_agent.loop import Loop
 from orbitkv_agent.observe.counters import Counters
 from orbitkv_agent.queries.leases import Lease, handle_numbers
 from orbitkv_agent.queries.service import QueryService
-from orbitkv_agent.sessions.errors import stale
+from orbitkv_agent.sessions.errors import invalid, stale
 from orbitkv_agent.sessions.instances import Registration
-from orbitkv_agent.sessions.session import Session, is_own
-from orbitkv_agent.transfers.plans import PlanRefused, check_blocks, group_of, same_groups
+from orbitkv_agent.sessions.session import Session, SessionState, is_own
+from orbitkv_agent.transfers.plans import Blocks, PlanRefused, check_blocks, group_of, same_groups
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False, slots=True)
 class Restore:
-    """A restore whose plan went to the client. `bytes` is what it copies, without padding."""
+    """An accepted restore. `bytes` is what it copies, without padding; `copy` is the agent's own copy, once begun."""
 
     number: int
     session: Session
@@ -32,6 +43,8 @@ class Restore:
     record: RecordRef
     bytes: int
     started: float
+    begun: bool = False
+    copy: Copy | None = None
     warned: float | None = None
 
     def __str__(self) -> str:
@@ -40,13 +53,15 @@ class Restore:
 
 @dataclass(eq=False, slots=True)
 class _Waiting:
-    """An accepted restore that waits for one of the device's places; nothing was said about it yet."""
+    """A restore that waits for one of the device's places: until then a client that copies itself gets no plan."""
 
     session: Session
     sequence: int
     registration: Registration
     lease: Lease
     bytes: int
+    blocks: list[Blocks] = field(default_factory=list)
+    accepted: Restore | None = None
 
 
 class Restores:
@@ -54,17 +69,21 @@ class Restores:
 
     Args:
         limit: most that are in flight on one device. In host mode each registration counts as one: its process copies.
+        copier: copies for the engines; None where they do so themselves.
     """
 
-    def __init__(self, loop: Loop, queries: QueryService, counters: Counters, limit: int) -> None:
+    def __init__(
+        self, loop: Loop, queries: QueryService, counters: Counters, limit: int, copier: Copier | None = None
+    ) -> None:
         self._loop = loop
         self._queries = queries
         self._counters = counters
         self._limit = limit
+        self._copier = copier
         self._numbers = handle_numbers()
         self._restores: dict[int, Restore] = {}
-        self._in_flight: Counter[Registration] = Counter()
-        self._waiting: dict[Registration, deque[_Waiting]] = {}
+        self._in_flight: Counter[object] = Counter()
+        self._waiting: dict[object, deque[_Waiting]] = {}
         self.inflight_bytes = 0
 
     def __len__(self) -> int:
@@ -76,28 +95,36 @@ class Restores:
 
     @property
     def waiting(self) -> int:
-        """Accepted restores that wait for a place."""
-        return sum(map(len, self._waiting.values()))
+        """Restores that wait for a place and were not answered yet."""
+        return sum(each.accepted is None for queue in self._waiting.values() for each in queue)
 
     def start(self, session: Session, sequence: int, message: StartRestore, registration: Registration) -> None:
-        """Accept a restore; its plan is sent now, or when the device has a place.
+        """Accept a restore. It begins now, or when the device has a place.
 
         Raises:
             Refused: STALE, the lease cannot be used; otherwise a field. The lease stays what it was.
         """
         try:
-            lease, size = self._check(message, registration)
+            lease, size, blocks = self._check(message, registration)
         except PlanRefused as refusal:
             raise refusal.count(self._counters.plans_refused) from None
         if session.records is None:
             return
         self._queries.consume(lease)
         registration.copy_started()
-        waiting = _Waiting(session, sequence, registration, lease, size)
-        if self._in_flight[registration] >= self._limit:
-            self._waiting.setdefault(registration, deque()).append(waiting)
+        waiting = _Waiting(session, sequence, registration, lease, size, blocks)
+        if self._copier is not None:
+            waiting.accepted = self._accept(waiting)
+            if waiting.accepted is None:
+                return
+        lane = self._lane(registration)
+        if self._in_flight[lane] >= self._limit:
+            self._waiting.setdefault(lane, deque()).append(waiting)
         else:
-            self._grant(waiting)
+            self._begin(waiting)
+        if waiting.accepted is not None:
+            # The copy may be on its way already. Nobody else needs to know the places.
+            session.reply(sequence, RestorePlan(waiting.accepted.number, waiting.accepted.record, []))
 
     def done(self, session: Session, message: RestoreDone) -> None:
         """The client's copies ended.
@@ -108,30 +135,42 @@ class Restores:
         restore = self._restores.get(message.restore)
         if restore is None or not is_own(restore.session, session):
             raise stale(f"restore {message.restore} is not in flight in this session")
+        if self._copier is not None:
+            raise invalid(f"restore {message.restore}: this agent copies by itself and knows when it is done")
         faults.hit("restore-done")
         self._end(restore, copied=message.copied)
 
     def end_stream(self, session: Session) -> None:
-        """Restores that were never answered have no copy: they end at once."""
-        for registration, queue in list(self._waiting.items()):
+        """Restores that have not begun end at once; of those that the agent copies, nothing more is submitted."""
+        for lane, queue in list(self._waiting.items()):
             for waiting in [each for each in queue if each.session is session]:
                 queue.remove(waiting)
-                self._drop(waiting)
+                if waiting.accepted is not None:
+                    self._end(waiting.accepted, copied=False)
+                else:
+                    self._drop(waiting)
             if not queue:
-                self._waiting.pop(registration, None)
+                self._waiting.pop(lane, None)
+        for restore in list(session.restores.values()):
+            if restore.copy is not None:
+                restore.copy.abandon()
 
     def end_copies(self, session: Session) -> None:
-        """The session's process copies nothing any more."""
+        """The session's process copies nothing any more. What the agent copies itself drains."""
+        if self._copier is not None:
+            return
         for restore in list(session.restores.values()):
             self._end(restore, copied=False)
 
     # ------------------------------------------------------------------------------------------- internals
 
-    def _check(self, message: StartRestore, registration: Registration) -> tuple[Lease, int]:
+    def _check(self, message: StartRestore, registration: Registration) -> tuple[Lease, int, list[Blocks]]:
         if message.ready is not None or message.layer_words:
-            field = "ready" if message.ready is not None else "layer_words"
+            name = "ready" if message.ready is not None else "layer_words"
             raise PlanRefused(
-                "unsupported", f"{field}: timeline words are not there in host mode", ErrorKind.UNSUPPORTED
+                "unsupported",
+                f"{name}: words in device memory are not there yet; a client waits for its own streams",
+                ErrorKind.UNSUPPORTED,
             )
         lease = self._queries.leases.find(message.lease)
         if lease is None or not lease.live:
@@ -149,6 +188,7 @@ class Restores:
             )
         leased = lease.pages.pages
         size = 0
+        ids: list[Blocks] = []
         exact = guard("restore-shape")
         if exact:
             same_groups([part.group for part in message.blocks], [part.group for part in leased])
@@ -156,24 +196,54 @@ class Restores:
             group = group_of(registration, part.group)
             blocks = check_blocks(part, group, pages.count if exact else len(part.blob) // 4)
             size += int((blocks >= 0).sum()) * group.page_bytes
-        return lease, size
+            ids.append(blocks)
+        return lease, size, ids
 
-    def _grant(self, waiting: _Waiting) -> None:
+    def _lane(self, registration: Registration) -> object:
+        return registration if self._copier is None else self._copier.lane(registration)
+
+    def _accept(self, waiting: _Waiting) -> Restore | None:
+        """Accept a restore: from here on its record tells about it. None when it was refused."""
         session, registration, lease = waiting.session, waiting.registration, waiting.lease
         record = session.records.open() if session.records is not None else None
         if record is None:  # thousands of operations of this session are open
             self._drop(waiting)
             refusal = PlanRefused("busy", "this session has no completion record left; let others end", ErrorKind.BUSY)
             session.refuse(waiting.sequence, refusal.count(self._counters.plans_refused))
-            return
-        # A proof is kept for one worker by itself, as its only shard.
-        places = lease.pages.places(0 if lease.operation.proving is not None else lease.shard)
+            return None
         restore = Restore(next(self._numbers), session, registration, lease, record, waiting.bytes, self._loop.now())
         self._restores[restore.number] = restore
         session.restores[restore.number] = restore
-        self._in_flight[registration] += 1
+        if self._copier is None:
+            session.reply(waiting.sequence, RestorePlan(restore.number, record, _places(lease)))
+        return restore
+
+    def _begin(self, waiting: _Waiting) -> None:
+        restore = waiting.accepted or self._accept(waiting)
+        if restore is None:
+            return
+        restore.begun = True
+        self._in_flight[self._lane(restore.registration)] += 1
         self.inflight_bytes += restore.bytes
-        session.reply(waiting.sequence, RestorePlan(restore.number, record, places))
+        if self._copier is not None:
+            parts = [
+                _part(places, blocks) for places, blocks in zip(_places(restore.lease), waiting.blocks, strict=True)
+            ]
+            restore.copy = self._copier.start(
+                restore.registration,
+                parts,
+                lambda error: self._copied(restore, error),
+                to_engine=True,
+                landed=lambda: _tell(restore),
+            )
+
+    def _copied(self, restore: Restore, error: str) -> None:
+        """No byte of the restore moves any more."""
+        faults.hit("restore-done")
+        if error:
+            logger.warning("%s ended without all of its bytes: %s", restore, error)
+        self._end(restore, copied=not error)
+        restore.session.close_if_drained()
 
     def _drop(self, waiting: _Waiting) -> None:
         self._queries.end_consumed(waiting.lease)
@@ -183,10 +253,11 @@ class Restores:
         session, registration = restore.session, restore.registration
         del self._restores[restore.number]
         del session.restores[restore.number]
-        self._in_flight[registration] -= 1
-        self.inflight_bytes -= restore.bytes
+        if restore.begun:
+            self._in_flight[self._lane(registration)] -= 1
+            self.inflight_bytes -= restore.bytes
         self._queries.end_consumed(restore.lease)
-        if session.records is not None:
+        if session.records is not None and session.state is not SessionState.CLOSED:
             session.records.close(restore.record, RecordState.DONE if copied else RecordState.FAILED)
             session.notify()
         if copied:
@@ -195,13 +266,35 @@ class Restores:
         else:
             self._counters.load_failures += 1
         registration.copy_ended()
-        self._next(registration)
+        self._next(self._lane(registration))
 
-    def _next(self, registration: Registration) -> None:
-        queue = self._waiting.get(registration, deque())
-        while queue and self._in_flight[registration] < self._limit:
-            self._grant(queue.popleft())
+    def _next(self, lane: object) -> None:
+        queue = self._waiting.get(lane, deque())
+        while queue and self._in_flight[lane] < self._limit:
+            self._begin(queue.popleft())
         if not queue:
-            self._waiting.pop(registration, None)
-            if not self._in_flight[registration]:
-                del self._in_flight[registration]
+            self._waiting.pop(lane, None)
+            if not self._in_flight[lane]:
+                del self._in_flight[lane]
+
+
+def _tell(restore: Restore) -> None:
+    """All bytes are in place: whoever reads the record sees it at once, before the owner thread comes to it.
+
+    The slot is the restore's until the owner gives it back, so this is its only writer; called on a lane's thread.
+    """
+    records = restore.session.records
+    if records is not None:
+        with contextlib.suppress(ValueError):  # the session is over, and its records with it
+            records.set(restore.record, RecordState.DONE)
+
+
+def _places(lease: Lease) -> list[PagePlaces]:
+    # A proof is kept for one worker by itself, as its only shard.
+    return lease.pages.places(0 if lease.operation.proving is not None else lease.shard)
+
+
+def _part(places: PagePlaces, blocks: Blocks) -> CopyPart:
+    wanted = blocks >= 0
+    arenas, offsets = np.frombuffer(places.arenas, "<u4"), np.frombuffer(places.offsets, "<u8")
+    return CopyPart(places.group, blocks[wanted], arenas[wanted], offsets[wanted])

@@ -1,9 +1,14 @@
-"""Saves: places are granted, the client copies, its commit makes the pages visible."""
+"""Saves: places are granted, the bytes are copied, the client's commit makes the pages visible.
+
+In host mode the client copies before it commits. In CUDA mode the agent copies, and the record says when the engine's
+pages are free (SETTLED); the client then commits, or voids the save.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -20,14 +25,16 @@ from orbitkv.protocol.messages import (
 )
 from orbitkv.protocol.records import RecordState
 from orbitkv_agent import faults
+from orbitkv_agent.devices.base import Copier, Copy, CopyPart
+from orbitkv_agent.guards import guard
 from orbitkv_agent.loop import Loop
 from orbitkv_agent.observe.counters import Counters
 from orbitkv_agent.queries.leases import handle_numbers
-from orbitkv_agent.queries.service import check_hashes
-from orbitkv_agent.sessions.errors import Refused, stale
+from orbitkv_agent.queries.lookup import check_hashes
+from orbitkv_agent.sessions.errors import Refused, invalid, stale
 from orbitkv_agent.sessions.instances import Instance, Registration
 from orbitkv_agent.sessions.layout import GroupLayout
-from orbitkv_agent.sessions.session import Session, is_own
+from orbitkv_agent.sessions.session import Session, SessionState, is_own
 from orbitkv_agent.sessions.spaces import KeySpaces
 from orbitkv_agent.store.cache import PageCache, Reservation
 from orbitkv_agent.store.index import KeySpace
@@ -36,6 +43,8 @@ from orbitkv_agent.transfers.plans import Blocks, PlanRefused, check_blocks, gro
 if TYPE_CHECKING:
     from orbitkv_agent.sessions.membership import Membership
 
+logger = logging.getLogger(__name__)
+
 MAX_SAVES: Final = 1024
 """Saves of one session that may be in flight, and in one batch."""
 _DROPPED: Final = {"pool_full": "pool-full"}
@@ -43,7 +52,11 @@ _DROPPED: Final = {"pool_full": "pool-full"}
 
 @dataclass(eq=False, slots=True)
 class Save:
-    """A save whose plan went to the client. `bytes` is what it copies, without padding; `held_bytes` with it."""
+    """An accepted save. `bytes` is what it copies, without padding; `held_bytes` with it.
+
+    Where the agent copies: `copy` until it ended, `copied` once all bytes are in place, `void` when they are not to
+    become visible.
+    """
 
     number: int
     session: Session
@@ -55,6 +68,10 @@ class Save:
     held_bytes: int
     started: float
     proof: bool
+    parts: list[CopyPart] = field(default_factory=list)
+    copy: Copy | None = None
+    copied: bool = False
+    void: bool = False
     warned: float | None = None
 
     def __str__(self) -> str:
@@ -74,6 +91,7 @@ class _Part:
     blob: bytes
     hash_bytes: int
     wanted: Blocks | None
+    blocks: Blocks
 
     @property
     def count(self) -> int:
@@ -83,19 +101,29 @@ class _Part:
 class Saves:
     """All saves. Used by the owner thread only.
 
+    Args:
+        copier: copies for the engines; None where they do so themselves.
+
     Attributes:
         inflight_bytes: padded bytes that are granted and not committed.
         draining: accept no more.
     """
 
     def __init__(
-        self, loop: Loop, cache: PageCache, spaces: KeySpaces, membership: Membership, counters: Counters
+        self,
+        loop: Loop,
+        cache: PageCache,
+        spaces: KeySpaces,
+        membership: Membership,
+        counters: Counters,
+        copier: Copier | None = None,
     ) -> None:
         self._loop = loop
         self._cache = cache
         self._spaces = spaces
         self._membership = membership
         self._counters = counters
+        self._copier = copier
         self._numbers = handle_numbers()
         self._saves: dict[int, Save] = {}
         self.inflight_bytes = 0
@@ -135,27 +163,47 @@ class Saves:
             for save in saves:
                 self._end(save, copied=False)
             raise
+        if self._copier is not None:
+            for save in saves:
+                self._begin(save, self._copier)
         return SavesAccepted(plans)
 
     def commit(self, session: Session, message: CommitSave) -> None:
-        """The client saw its copy done, or dropped it.
+        """The client saw the copy done and wants it visible, or dropped.
 
         Raises:
-            Refused: STALE, no such save of this session is in flight.
+            Refused: STALE, no such save of this session is in flight; INVALID, the agent still copies.
         """
         save = self._saves.get(message.save)
         if save is None or not is_own(save.session, session):
             raise stale(f"save {message.save} is not in flight in this session")
         faults.hit("save-commit")
+        if save.copy is not None:
+            if message.copied and guard("copied-commit"):
+                raise invalid(f"save {message.save}: its copy has not ended, so it cannot become visible")
+            if not message.copied:
+                self._void(save)
+                return
         if not message.copied:
             self._counters.save_dropped["failed"] += save.pages
         self._end(save, copied=message.copied)
 
     def end_copies(self, session: Session) -> None:
-        """The session's process copies nothing any more: what it did not commit is dropped."""
-        for save in list(session.saves.values()):
+        """The session's process copies nothing any more: what it did not commit is dropped.
+
+        What the agent copies itself drains first.
+        """
+        for save in [each for each in session.saves.values() if not each.void]:
             self._counters.save_dropped["aborted"] += save.pages
-            self._end(save, copied=False)
+            if save.copy is None:
+                self._end(save, copied=False)
+            else:
+                self._void(save)
+
+    def end_stream(self, session: Session) -> None:
+        """Nobody will commit what the agent copies for this session."""
+        if self._copier is not None:
+            self.end_copies(session)
 
     # ------------------------------------------------------------------------------------------- internals
 
@@ -166,7 +214,9 @@ class Saves:
             raise PlanRefused("stale", str(error), error.kind) from None
         if request.producer is not None:
             raise PlanRefused(
-                "unsupported", "producer: timeline words are not there in host mode", ErrorKind.UNSUPPORTED
+                "unsupported",
+                "producer: words in device memory are not there yet; a client waits for its own streams",
+                ErrorKind.UNSUPPORTED,
             )
         same_groups([part.group for part in request.blocks], [part.group for part in request.hashes])
         if len({part.group for part in request.hashes}) != len(request.hashes):
@@ -180,7 +230,7 @@ class Saves:
                 raise PlanRefused("count", str(error)) from None
             blocks = check_blocks(ids, group, count)
             wanted = None if not count or int(blocks.min()) >= 0 else np.flatnonzero(blocks >= 0).astype(np.int32)
-            parts.append(_Part(group, hashes.blob, hashes.hash_bytes, wanted))
+            parts.append(_Part(group, hashes.blob, hashes.hash_bytes, wanted, blocks))
         return registration, parts
 
     def _grant(
@@ -228,11 +278,12 @@ class Saves:
         self.inflight_bytes += reserved.padded_bytes
         positions = reserved.positions if part.wanted is None else part.wanted[reserved.positions]
         plan.positions.append(positions.astype("<u4").tobytes())
-        plan.pages.append(
-            PagePlaces(
-                part.group.group, reserved.arena_ids.astype("<u4").tobytes(), reserved.offsets.astype("<u8").tobytes()
-            )
-        )
+        if self._copier is None:
+            arenas, offsets = reserved.arena_ids.astype("<u4").tobytes(), reserved.offsets.astype("<u8").tobytes()
+            plan.pages.append(PagePlaces(part.group.group, arenas, offsets))
+        else:  # nobody else needs to know the places
+            plan.pages.append(PagePlaces(part.group.group, b"", b""))
+            save.parts.append(CopyPart(part.group.group, part.blocks[positions], reserved.arena_ids, reserved.offsets))
         plan.present += reserved.present + reserved.in_flight
         for name, count in reserved.dropped.items():
             word = _DROPPED.get(name, name)
@@ -249,6 +300,34 @@ class Saves:
             return None, "not-serving"
         return self._spaces.of(registration.instance, hash_bytes), ""
 
+    def _begin(self, save: Save, copier: Copier) -> None:
+        save.copy = copier.start(
+            save.registration, save.parts, lambda error: self._copied(save, error), to_engine=False
+        )
+        save.parts = []
+
+    def _void(self, save: Save) -> None:
+        """What is being copied is not to become visible."""
+        assert save.copy is not None
+        save.void = True
+        save.copy.abandon()
+
+    def _copied(self, save: Save, error: str) -> None:
+        """No byte of the save moves any more: the engine's pages are free."""
+        save.copy = None
+        if error or save.void:
+            if error and not save.void:
+                logger.warning("%s ended without all of its bytes: %s", save, error)
+                self._counters.save_dropped["failed"] += save.pages
+            self._end(save, copied=False)
+            save.session.close_if_drained()
+            return
+        save.copied = True
+        records = save.session.records
+        if records is not None and save.session.state is not SessionState.CLOSED:
+            records.set(save.record, RecordState.SETTLED)
+            save.session.notify()
+
     def _end(self, save: Save, *, copied: bool) -> None:
         del self._saves[save.number]
         del save.session.saves[save.number]
@@ -260,7 +339,7 @@ class Saves:
         self.inflight_bytes -= save.held_bytes
         save.instance.saves -= 1
         records = save.session.records
-        if records is not None:
+        if records is not None and save.session.state is not SessionState.CLOSED:
             records.close(save.record, RecordState.DONE if copied else RecordState.FAILED)
             save.session.notify()
         if copied:

@@ -47,6 +47,7 @@ EXAMPLES: list[Request | Reply] = [
     messages.Ping(),
     messages.Pong("boot", True, "serving"),
     messages.Goodbye(),
+    messages.RenewToken(b"token"),
     messages.AttachInstance(NAME, "g1", True),
     messages.InstanceState(False, "worker 1", ""),
     messages.Register(

@@ -52,14 +52,14 @@ class FakeAgent:
     waited_ms: list[float] = field(default_factory=list)
 
 
-class _Word:
-    """A record that says whether the agent is loading."""
+class _Words:
+    """Records that say whether the agent is loading."""
 
     def __init__(self, agent: FakeAgent) -> None:
         self.agent = agent
 
-    def __getitem__(self, index: int) -> int:
-        return int(self.agent.loading)
+    def tobytes(self) -> bytes:
+        return int(self.agent.loading).to_bytes(8, "little")
 
 
 class FakeClient:
@@ -162,7 +162,7 @@ class FakeClient:
         return ready
 
     def query_watch(self, request_id: str) -> Any:
-        return _Word(self.agent), 0, 1
+        return _Words(self.agent), 0, 1
 
     def cancel_query(self, request_id: str, told: bool = True) -> None:
         self._loading.pop(request_id, None)

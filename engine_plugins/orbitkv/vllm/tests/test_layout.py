@@ -9,7 +9,9 @@ import pytest
 import torch
 from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
+from orbitkv.client.gpu import DeviceAllocation, EngineGpu
 from orbitkv.client.registration import GpuRegistration
+from orbitkv.vllm import layout as layout_module
 from orbitkv.vllm import proof
 from orbitkv.vllm.layout import Layout, LayoutRefusedError, read_layout
 from orbitkv.vllm.tests.kv_memory import CONTENT, HEADS, TOKENS, FakeGroup, full_attention, kv_memory
@@ -44,6 +46,53 @@ def test_pages_are_read_by_address_as_the_engine_sees_them(name: str) -> None:
 def test_a_layout_in_which_a_part_is_not_one_piece_is_refused(name: str) -> None:
     with pytest.raises(LayoutRefusedError, match=r"layer a: its part of a block is not one piece .* strides .*LHBNC"):
         read(kv_memory(layout=name))
+
+
+class Device:
+    """What is used of a GPU's driver, for memory of this process: one allocation around all of it."""
+
+    def __init__(self, exportable: bool = True) -> None:
+        self.exportable = exportable
+        self.storage: Any = None
+
+    def current_context(self) -> int:
+        return 1
+
+    def current_uuid(self) -> str:
+        return "GPU-1"
+
+    def allocation_of(self, address: int) -> tuple[int, int]:
+        return self.storage.data_ptr() - 4096, self.storage.nbytes() + 8192
+
+    def is_exportable(self, address: int) -> bool:
+        return self.exportable
+
+    def export_memory(self, address: int) -> bytes:
+        return b"handle of " + str(address).encode()
+
+
+@pytest.mark.parametrize("name", ["LBNHC", "BLNHC"])
+def test_memory_of_a_gpu_is_registered_by_handle(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, device = kv_memory(layout=name), Device()
+    device.storage = memory["a"].untyped_storage()
+    monkeypatch.setattr(layout_module, "_gpu_of", lambda kv_caches: EngineGpu(device))  # type: ignore[arg-type]
+    layout = read(memory)
+    base = device.storage.data_ptr() - 4096
+    assert layout.gpu is not None and layout.gpu.uuid == "GPU-1"
+    (allocation,) = layout.allocations
+    assert isinstance(allocation, DeviceAllocation)
+    assert (allocation.address, allocation.size) == (base, device.storage.nbytes() + 8192)
+    assert allocation.exported == b"handle of " + str(base).encode()
+    for region, view in zip(layout.groups[0].layers, memory.values(), strict=True):
+        assert base + region.offset == view.data_ptr(), "offsets count from the start of the allocation"
+
+
+def test_memory_of_a_gpu_that_cannot_be_exported_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, device = kv_memory(), Device(exportable=False)
+    device.storage = memory["a"].untyped_storage()
+    monkeypatch.setattr(layout_module, "_gpu_of", lambda kv_caches: EngineGpu(device))  # type: ignore[arg-type]
+    with pytest.raises(LayoutRefusedError, match=r"layer a: .*expandable_segments"):
+        read(memory)
 
 
 def test_kernel_blocks_are_joined_to_the_blocks_that_the_engine_counts() -> None:

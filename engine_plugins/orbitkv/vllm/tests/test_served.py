@@ -52,7 +52,7 @@ def model(**changes: Any) -> Callable[[Any], tuple[Any, Any]]:
 
 
 USES: dict[str, Callable[[Any], tuple[Any, Any]]] = {
-    "gpu": lambda config: (used_by(config, "device_config", device_type="cuda"), groups(full_attention())),
+    "other_device": lambda config: (used_by(config, "device_config", device_type="xpu"), groups(full_attention())),
     "pipeline_parallel": parallel(pipeline_parallel_size=2),
     "data_parallel": parallel(data_parallel_size=2),
     "expert_parallel": parallel(enable_expert_parallel=True),
@@ -69,7 +69,10 @@ USES: dict[str, Callable[[Any], tuple[Any, Any]]] = {
     "no_cache": lambda config: (config, groups()),
     "pooling": model(runner_type="pooling"),
     "diffusion": model(is_diffusion=True),
-    "model_runner_v2": lambda config: (Without(config, use_v2_model_runner=True), groups(full_attention())),
+    "zeroed_blocks": lambda config: (
+        Without(config, use_v2_model_runner=True),
+        Without(groups(full_attention()), needs_kv_cache_zeroing=True),
+    ),
 }
 REQUESTS: dict[str, dict[str, Any]] = {
     "lora": {"lora_request": object()},

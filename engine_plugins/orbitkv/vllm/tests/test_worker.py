@@ -71,7 +71,9 @@ class CopyingClient:
     def close(self) -> None:
         self.closed = True
 
-    def start_restore(self, registration: GpuRegistration, lease: int, blocks: Sequence[Any]) -> Handle:
+    def start_restore(
+        self, registration: GpuRegistration, lease: int, blocks: Sequence[Any], *, after: object = None
+    ) -> Handle:
         handle = Handle(RestoreStatus.PENDING)
         self.restores.append((lease, blocks[0], handle))
         return handle
@@ -82,7 +84,12 @@ class CopyingClient:
         return self.queued
 
     def prepare_save(
-        self, registration: GpuRegistration, hashes: Sequence[BlockHashes], blocks: Sequence[Any]
+        self,
+        registration: GpuRegistration,
+        hashes: Sequence[BlockHashes],
+        blocks: Sequence[Any],
+        *,
+        after: object = None,
     ) -> Handle:
         if self.refuse_saves:
             raise SaveNotSubmittedError(ErrorKind.UNAVAILABLE, "lost the agent")

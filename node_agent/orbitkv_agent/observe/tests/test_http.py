@@ -22,6 +22,7 @@ class Owner:
 
     def __init__(self) -> None:
         self.draining = False
+        self.not_ready = ""
         self.broken = False
         self.asked_on: set[str] = set()
         self._mail: queue.Queue[Callable[[], None] | None] = queue.Queue()
@@ -41,6 +42,10 @@ class Owner:
         self.asked_on.add(threading.current_thread().name)
         return self.draining
 
+    def why_not_ready(self) -> str:
+        self.asked_on.add(threading.current_thread().name)
+        return self.not_ready
+
     def stop(self) -> None:
         self._mail.put(None)
         self._thread.join()
@@ -59,7 +64,13 @@ def owner() -> Iterator[Owner]:
 
 @pytest.fixture
 def server(owner: Owner) -> Iterator[MetricsServer]:
-    server = MetricsServer(("127.0.0.1", 0), post=owner.post, snapshot=owner.snapshot, draining=owner.is_draining)
+    server = MetricsServer(
+        ("127.0.0.1", 0),
+        post=owner.post,
+        snapshot=owner.snapshot,
+        draining=owner.is_draining,
+        not_ready=owner.why_not_ready,
+    )
     server.start()
     yield server
     server.close()
@@ -160,9 +171,44 @@ def test_more_clients_than_may_be_served_are_turned_away_at_once(server: Metrics
             connection.close()
 
 
+def test_ready_says_what_is_missing(owner: Owner, server: MetricsServer) -> None:
+    assert get(server, "/ready") == (200, "text/plain; charset=utf-8", "ok\n")
+    owner.not_ready = "the pool's CacheNamespaces are not known yet"
+    assert get(server, "/ready") == (503, "text/plain; charset=utf-8", "the pool's CacheNamespaces are not known yet\n")
+    assert get(server, "/health")[0] == 200  # alive all the same: a restart would not help
+    assert owner.asked_on == {"owner"}
+
+
+def test_only_who_may_read_metrics_reads_them(owner: Owner) -> None:
+    def gate(authorization: str) -> tuple[int, str]:
+        return (200, "") if authorization == "Bearer good" else (403, "this user may not GET /metrics")
+
+    server = MetricsServer(
+        ("127.0.0.1", 0),
+        post=owner.post,
+        snapshot=owner.snapshot,
+        draining=owner.is_draining,
+        not_ready=owner.why_not_ready,
+        gate=gate,
+    )
+    server.start()
+    try:
+        assert get(server, "/metrics") == (403, "text/plain; charset=utf-8", "this user may not GET /metrics\n")
+        assert get(server, "/metrics", Authorization="Bearer good")[0] == 200
+        assert get(server, "/health")[0] == get(server, "/ready")[0] == 200  # the kubelet has no token
+    finally:
+        server.close()
+
+
 def test_close_frees_the_address(owner: Owner) -> None:
     def server_on(endpoint: tuple[str, int]) -> MetricsServer:
-        return MetricsServer(endpoint, post=owner.post, snapshot=owner.snapshot, draining=owner.is_draining)
+        return MetricsServer(
+            endpoint,
+            post=owner.post,
+            snapshot=owner.snapshot,
+            draining=owner.is_draining,
+            not_ready=owner.why_not_ready,
+        )
 
     first = server_on(("127.0.0.1", 0))
     first.start()

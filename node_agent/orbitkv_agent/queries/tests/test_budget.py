@@ -19,8 +19,10 @@ def test_bytes_are_accounted_by_phase_until_they_are_released() -> None:
 def test_what_exceeds_a_limit_now_waits_and_what_exceeds_it_always_is_oversized() -> None:
     budget = ByteBudget(100, 80)
     budget.charge("a", 70)
-    assert budget.owner_is_full("a", 11)
-    assert not budget.owner_is_full("a", 10)
+    assert not budget.fits("a", 11)
+    assert budget.fits("a", 10)
+    assert budget.fits("b", 30)
+    assert not budget.fits("b", 31)
     assert budget.is_full(31)
     assert not budget.is_full(30)
     assert budget.oversized(81)

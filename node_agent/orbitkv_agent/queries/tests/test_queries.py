@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ from orbitkv.protocol.records import RecordState
 from orbitkv_agent.tests.harness import HASH_BYTES, INSTANCE, PAGE, Engine, World, hashes, start_message
 
 # 4 MiB of pool: the budget of 75 % is 768 pages; 1.6 % is 16.
-SMALL_BUDGET = {"query_budget_percent": 1, "pool": "4MiB"}  # 10 pages
+SMALL_BUDGET: dict[str, Any] = {"query_budget_percent": 1, "pool": "4MiB"}  # 10 pages
 
 
 @pytest.fixture

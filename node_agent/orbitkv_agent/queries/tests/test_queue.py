@@ -23,7 +23,7 @@ def test_lanes_serve_in_the_order_of_arrival_leaving_out_the_full_ones(lanes: li
         served.append(first)
         queue.remove(*first)
     assert served == expected
-    assert len(queue) == len(arrived) - len(expected)
+    assert queue.count == len(arrived) - len(expected)
     assert {lane for lane, _ in arrived if queue.waits_in(lane)} == {lane for lane in lanes if lane in full}
 
 
@@ -32,9 +32,12 @@ def test_places_are_limited_by_lane_and_in_all() -> None:
     places.take("a")
     places.take("a")
     assert places.lane_is_full("a")
+    assert not places.free("a")
     assert not places.lane_is_full("b")
+    assert places.free("b")
     places.take("b")
     assert places.full
+    assert not places.free("c")
     places.give_back("a")
     assert (places.full, places.lane_is_full("a"), places.taken) == (False, False, 2)
 

@@ -441,9 +441,31 @@ def test_a_proof_is_asked_for_by_the_process_of_the_worker_only(world: World) ->
     engine = world.engine()
     engine.worker.save(engine.registration, hashes(7), proof=True)
     stranger = world.client()
-    stranger.session.peer = dataclasses.replace(stranger.session.peer, pid=1)
+    stranger.session.peer = dataclasses.replace(stranger.session.peer, process=("pid", 1))
     query = Query(INSTANCE, 1, 1, [GroupHashes(0, HASH_BYTES, hashes(7))], proof=True)
     assert stranger.refused(query).kind == ErrorKind.INVALID
+
+
+def test_workers_in_containers_that_cannot_be_told_apart_find_each_their_own_proof(world: World) -> None:
+    """As in pods on older kernels: every process of another pid namespace has the number 0."""
+    two = [world.client(), world.client()]
+    world.client().attach()
+    for rank, worker in enumerate(two):
+        worker.session.peer = dataclasses.replace(worker.session.peer, pid=0, process=None)
+        registration = worker.register(ranks=Ranks(tensor=rank, tensor_size=2)).registration
+        worker.save(registration, hashes(rank + 1), proof=True)
+    for rank, worker in enumerate(two):
+        registration = next(iter(worker.session.registrations))
+        ready = worker.ready(hashes(rank + 1), proof=True)
+        worker.done(worker.start(registration, ready.leases[0], [5]))
+        worker.prove(registration)
+    first = next(iter(two[0].session.registrations))
+    two[0].call(Unregister(first), Done)
+    two[0].goodbye()
+    restarted = world.client()
+    restarted.session.peer = dataclasses.replace(restarted.session.peer, pid=0, process=None)
+    # It may be another process, so what was proven there proves nothing here.
+    assert restarted.register(ranks=Ranks(tensor=0, tensor_size=2)).proof_required
 
 
 @pytest.mark.guard("all-groups")

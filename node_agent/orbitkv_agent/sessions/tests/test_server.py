@@ -38,6 +38,8 @@ from orbitkv.protocol.messages import (
 from orbitkv.protocol.records import SLOTS, WORD_BYTES, Header
 from orbitkv.protocol.versions import MESSAGES, VersionRange
 from orbitkv_agent.agent import Agent
+from orbitkv_agent.sessions import server
+from orbitkv_agent.sessions.peers import peer_of
 from orbitkv_agent.sessions.server import SocketTakenError
 from orbitkv_agent.sessions.session import MAX_WAITING_BYTES, SessionState
 from orbitkv_agent.tests.harness import INSTANCE, Client, World, hashes, ints, save_request
@@ -485,12 +487,14 @@ def test_wrong_settings_of_a_namespace_are_refused(
     assert words in refusal.message
 
 
-def test_another_user_may_not_administrate(world: World) -> None:
-    client = world.client()
-    client.session.peer = dataclasses.replace(client.session.peer, uid=os.getuid() + 1)
-    world.agent.server._connected[os.getuid() + 1] += 1
-    assert client.refused(GetStatus()).kind == ErrorKind.DENIED
-    assert client.refused(ConfigureNamespace("team")).kind == ErrorKind.DENIED
+def test_another_user_may_not_administrate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stranger = os.getuid() + 1
+    monkeypatch.setattr(server, "peer_of", lambda connection: dataclasses.replace(peer_of(connection), uid=stranger))
+    with World(tmp_path, allowed_uids=[stranger]) as world:
+        client = world.client()
+        assert client.call(Ping(), Pong).ok
+        assert client.refused(GetStatus()).kind == ErrorKind.DENIED
+        assert client.refused(ConfigureNamespace("team")).kind == ErrorKind.DENIED
 
 
 # ----------------------------------------------------------------------------------------------- drain

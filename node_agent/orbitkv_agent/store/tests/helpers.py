@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable
 
 from orbitkv_agent.store import Entries, KeySpace, PageCache
+from orbitkv_agent.store.index import entries_of
 
 UNIT = 4096
 MakeCache = Callable[..., PageCache]
@@ -28,7 +29,7 @@ def save(cache: PageCache, space: KeySpace, *numbers: int, units: int = 1, shard
 
 
 def run(cache: PageCache, space: KeySpace, *numbers: int) -> Entries:
-    return cache.lookup(space, 0, keys(*numbers))
+    return entries_of(space.lookup_run(0, keys(*numbers)))
 
 
 def cached(cache: PageCache, space: KeySpace, *numbers: int) -> list[int]:

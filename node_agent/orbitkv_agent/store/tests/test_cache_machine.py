@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from orbitkv_agent.store import ArenaPool, Entries, KeySpace, PageCache, Reservation, RetentionClass
+from orbitkv_agent.store.index import entries_of
 
 UNIT = 4096
 NAMESPACES = ("red", "blue")
@@ -104,7 +105,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(data=st.data(), chosen=numbers | runs, promote=st.booleans())
     def lease(self, data: st.DataObject, chosen: list[int], promote: bool) -> None:
         space = data.draw(st.sampled_from(self.spaces))
-        run = self.cache.lookup(space, 0, b"".join(map(key, chosen)))
+        run = entries_of(space.lookup_run(0, b"".join(map(key, chosen))))
         expected = 0
         while expected < len(chosen) and key(chosen[expected]) in self.known[space]:
             expected += 1
@@ -129,7 +130,7 @@ class CacheMachine(RuleBasedStateMachine):
         space = data.draw(st.sampled_from(self.spaces))
         self.spaces.remove(space)
         self.cache.drop_key_space(space)
-        assert len(self.cache.lookup(space, 0, key(0))) == 0
+        assert len(space.lookup_run(0, key(0))) == 0
 
     @rule(
         namespace=st.sampled_from(NAMESPACES),

@@ -202,6 +202,35 @@ def test_a_dropped_namespace_leaves_nothing_behind(make_cache: MakeCache) -> Non
     assert cache.arenas.of("red") == []
 
 
+def test_a_dropped_namespace_is_forgotten_with_its_last_page_but_not_what_it_did(make_cache: MakeCache) -> None:
+    cache = make_cache(32, 8)
+    red = cache.open_key_space("red", "model")
+    save(cache, red, *range(12))
+    held = run(cache, red, 0, 1)
+    cache.pin(held)
+    cache.drop_namespace("red")
+    reclaim_all(cache)
+    assert cache.stats().namespaces["red"].pages == 2
+    cache.unpin(held)
+    reclaim_all(cache)
+    stats = cache.stats()
+    assert "red" not in stats.namespaces
+    assert stats.total("insertions") == 12
+    assert stats.committed_bytes == 0
+    assert save(cache, cache.open_key_space("red", "model"), 0) == 1  # the name is as good as any
+
+
+def test_a_thousand_namespaces_that_came_and_went_leave_nothing(make_cache: MakeCache) -> None:
+    cache = make_cache(32, 8)
+    for number in range(1000):
+        name = f"ci-{number}"
+        save(cache, cache.open_key_space(name, "model"), 0)
+        cache.drop_namespace(name)
+        reclaim_all(cache)
+    assert not cache.stats().namespaces
+    assert cache.stats().total("insertions") == 1000
+
+
 def test_saves_are_dropped_until_the_first_arena_is_there() -> None:
     cache = PageCache(ArenaPool(8 << 20, 4 << 20, prefault=True))
     space = cache.open_key_space("red", "model")

@@ -1,0 +1,330 @@
+"""Saving and restoring pages of a GPU, against one large copy of the same bytes in the same run.
+
+Every ratio is the median of rounds in which the two are measured by turns, because clocks drift. Nothing is measured
+inside the agent: a restore lasts from the client's call until its handle says that all bytes are in place.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from bench.figures import Figure, machine, percentile, say
+from orbitkv import RestoreStatus, SaveStatus
+from tools.harness.agent import AgentProcess
+from tools.harness.memory_engine import numbered_hashes, temporary_agent
+
+RESULTS: Final = Path(__file__).parent / "results" / "gpu.json"
+ROUNDS: Final = 5
+PAGES: Final = 2048
+POLL_S: Final = 20e-6
+LARGE: Final = 1 << 30
+"""Bytes of the one large copy that is the limit."""
+
+
+def why_not() -> str:
+    """Why this machine cannot run it, "" when it can."""
+    try:
+        import torch
+    except ImportError:
+        return "torch is not installed"
+    return "" if torch.cuda.is_available() else "there is no GPU here"
+
+
+class Limit:
+    """What one large copy reaches: the same bytes, pinned memory, one call."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self._torch = torch
+        self._host = [torch.empty(LARGE, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        self._gpu = [torch.empty(LARGE, dtype=torch.uint8, device="cuda") for _ in range(2)]
+        self._streams = [torch.cuda.Stream() for _ in range(2)]
+
+    def restore(self) -> float:
+        """GB/s to the GPU."""
+        return self._timed(lambda: self._gpu[0].copy_(self._host[0], non_blocking=True), LARGE)
+
+    def save(self) -> float:
+        """GB/s from the GPU."""
+        return self._timed(lambda: self._host[0].copy_(self._gpu[0], non_blocking=True), LARGE)
+
+    def both(self) -> float:
+        """GB/s in both directions at once, in all."""
+
+        def copies() -> None:
+            with self._torch.cuda.stream(self._streams[0]):
+                self._gpu[0].copy_(self._host[0], non_blocking=True)
+            with self._torch.cuda.stream(self._streams[1]):
+                self._host[1].copy_(self._gpu[1], non_blocking=True)
+
+        return self._timed(copies, 2 * LARGE)
+
+    def _timed(self, copy: Callable[[], Any], size: int) -> float:
+        self._torch.cuda.synchronize()
+        start = time.perf_counter()
+        copy()
+        self._torch.cuda.synchronize()
+        return size / (time.perf_counter() - start) / 1e9
+
+
+class Bench:
+    """Pages of one shape, all of them kept by the agent."""
+
+    def __init__(self, agent: AgentProcess, pages: int, **shape: Any) -> None:
+        from tools.harness.gpu_engine import GpuEngine, Shape
+
+        self.engine = GpuEngine(agent.socket_path, Shape(blocks=2 * pages, **shape))
+        self.pages = pages
+        self.bytes = pages * self.engine.shape.page_bytes
+        self._random = np.random.default_rng(1)
+        self._saved = 0
+        self.dropped = 0
+        self.hashes = self.fresh()
+        self.engine.save(self.hashes, self.blocks())
+
+    def fill(self, agent: AgentProcess) -> None:
+        """Save until all of the agent's memory is there, pinned and in use: from then on a save evicts."""
+        while True:
+            pool = agent.status()["pool"]
+            if pool["prefaulted_bytes"] >= pool["capacity_bytes"] * 0.95 and pool["alloc_failures"]:
+                break
+            self.engine.save(self.fresh(), self.blocks())
+        self.hashes = self.fresh()
+        self.engine.save(self.hashes, self.blocks())
+
+    def fresh(self) -> Any:
+        """Hashes that were never saved."""
+        self._saved += 1
+        return numbered_hashes(self.pages, first=self._saved * self.pages)
+
+    def blocks(self) -> np.ndarray[Any, Any]:
+        """Scattered blocks."""
+        return self._random.permutation(2 * self.pages)[: self.pages]
+
+    def start_restore(self) -> Any:
+        """Restore all pages into scattered blocks."""
+        _, lease = self.engine.lease(self.hashes)
+        blocks = self.blocks()
+        start = time.perf_counter()
+        return start, self.engine.client.start_restore(self.engine.registration, lease, [blocks])
+
+    def end_restore(self, started: float, handle: Any) -> float:
+        """Wait for it; seconds."""
+        if self.engine.client.wait_restore(handle, timeout=60) is not RestoreStatus.DONE:
+            raise RuntimeError(f"a restore failed: {handle.error}")
+        return time.perf_counter() - started
+
+    def restore(self) -> float:
+        """GB/s of a restore."""
+        return self.bytes / self.end_restore(*self.start_restore()) / 1e9
+
+    def save(self) -> float:
+        """GB/s of a save of pages that are new, until the engine's blocks are free."""
+        started, handles = self.start_save()
+        return self.bytes / self.end_save(started, handles) / 1e9
+
+    def start_save(self) -> tuple[float, Any]:
+        """Save as many new pages."""
+        hashes, blocks = self.fresh(), self.blocks()
+        start = time.perf_counter()
+        return start, self.engine.start_saves(hashes, blocks)
+
+    def end_save(self, started: float, handles: Any) -> float:
+        """Wait until all blocks are free; seconds."""
+        client = self.engine.client
+        for handle in handles:
+            client.wait_save_copied(handle, timeout=60)
+        seconds = time.perf_counter() - started
+        for handle in handles:
+            if client.wait_save(handle, timeout=60) is not SaveStatus.COMMITTED:
+                raise RuntimeError(f"a save ended as {handle.status.value}: {handle.error}")
+            self.dropped += sum(handle.dropped.values())
+        return seconds
+
+    def close(self) -> None:
+        """Give the GPU's memory back."""
+        import torch
+
+        self.engine.close()
+        del self.engine
+        torch.cuda.empty_cache()
+
+
+def cpu_seconds(process: int) -> float:
+    """Processor time that a process used so far."""
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def alternate(rounds: int, *measures: Callable[[], float]) -> list[list[float]]:
+    """Measure by turns; the first round is not counted."""
+    found: list[list[float]] = [[] for _ in measures]
+    for turn in range(rounds + 1):
+        for measure, values in zip(measures, found, strict=True):
+            value = measure()
+            if turn:
+                values.append(value)
+    return found
+
+
+class Report:
+    """The figures so far."""
+
+    def __init__(self) -> None:
+        self.figures: list[Figure] = []
+
+    def add(self, *figure: Any, **more: Any) -> None:
+        """Add a figure as it is."""
+        self.figures.append(Figure(*figure, **more))
+
+    def ratio(self, name: str, values: list[float], limits: list[float], bound: float | None, note: str) -> None:
+        """Add a speed and its ratio to the limit, from rounds of both."""
+        value, best = statistics.median(values), statistics.median(limits)
+        say(f"  {name}: {value / best:.3f} ({value:.1f} of {best:.1f} GB/s; {note})")
+        self.add(name.replace("_ratio", "_gb_s"), value, "GB/s", baseline=best)
+        self.add(name, value / best, "ratio", bound=bound, at_least=True)
+
+
+def whole_pages(agent: AgentProcess, limit: Limit, report: Report) -> None:
+    """2,048 scattered pages of 2.25 MiB, one piece each, in either direction and in both."""
+    bench = Bench(agent, PAGES)
+    bench.fill(agent)
+    values = alternate(ROUNDS, bench.restore, limit.restore, bench.save, limit.save)
+    report.ratio("restore_ratio", values[0], values[1], 0.97, "2,048 scattered pages")
+    report.ratio("save_ratio", values[2], values[3], 0.97, "2,048 scattered pages")
+
+    def both() -> float:
+        restore, save = bench.start_restore(), bench.start_save()
+        seconds = max(bench.end_restore(*restore), bench.end_save(*save))
+        return 2 * bench.bytes / seconds / 1e9
+
+    values = alternate(ROUNDS, both, limit.both)
+    report.ratio("duplex_ratio", values[0], values[1], 0.97, "both directions at once")
+    used, started = cpu_seconds(agent.pid), time.perf_counter()
+    for _ in range(20):
+        bench.restore()
+    cores = (cpu_seconds(agent.pid) - used) / (time.perf_counter() - started)
+    report.add("cpu_cores", cores, "cores of the agent at full restore speed")
+    eight_pages(bench, limit, report)
+    bench.close()
+
+
+def eight_pages(bench: Bench, limit: Limit, report: Report) -> None:
+    """8 pages on an idle GPU: from the call until the status says so, asked for as an engine's loop would, and waited
+    for in the kernel."""
+    client, small = bench.engine.client, bench.hashes[:8]
+    polled: list[float] = []
+    waited: list[float] = []
+    for turn in range(1040):
+        _, lease = bench.engine.lease(small)
+        blocks = bench.blocks()[:8]
+        start = time.perf_counter()
+        handle = client.start_restore(bench.engine.registration, lease, [blocks])
+        if turn % 2:
+            client.wait_restore(handle, timeout=60)
+        else:
+            while not client.poll_restore(handle).final:
+                time.sleep(POLL_S)
+        seconds = time.perf_counter() - start
+        if client.wait_restore(handle, timeout=60) is not RestoreStatus.DONE:
+            raise RuntimeError(f"a restore failed: {handle.error}")
+        if turn >= 40:
+            (waited if turn % 2 else polled).append(seconds * 1e6)
+    least = 8 * bench.engine.shape.page_bytes / statistics.median(alternate(ROUNDS, limit.restore)[0]) / 1e3
+    report.add("restore_8_us", statistics.median(polled), "us", baseline=least, bound=450)
+    report.add("restore_8_p99_us", percentile(polled, 99), "us")
+    report.add("restore_8_waited_us", statistics.median(waited), "us", baseline=least)
+
+
+def small_behind_large(agent: AgentProcess, report: Report) -> None:
+    """8 pages while 10 GB are being restored."""
+    bench = Bench(agent, 4400)
+    behind = []
+    for _ in range(10):
+        large = bench.start_restore()
+        _, lease = bench.engine.lease(bench.hashes[:8])
+        time.sleep(0.02)  # in the midst of it
+        start = time.perf_counter()
+        handle = bench.engine.client.start_restore(bench.engine.registration, lease, [np.arange(8)])
+        behind.append(bench.end_restore(start, handle) * 1e3)
+        if large[1].status.final:
+            raise RuntimeError("the large restore ended before the small one began")
+        bench.end_restore(*large)
+    report.add("small_behind_large_ms", statistics.median(behind), "ms", bound=3)
+    bench.close()
+
+
+def small_pieces(agent: AgentProcess, limit: Limit, report: Report) -> None:
+    """Pages of 144 KiB, and pages in segments of 16, 32 and 64 KiB."""
+    for name, bound, note, pages, shape in (
+        ("small_page", 0.93, "144 KiB", 16384, {"layers": 9, "heads": 2}),
+        ("segments_16k", None, "16 tokens a page", 1024, {"layout": "LBNHC", "tokens": 16, "heads": 2}),
+        ("segments_32k", None, "32 tokens a page", 1024, {"layout": "LBNHC", "tokens": 32, "heads": 2}),
+        (
+            "segments_64k",
+            None,
+            "64 tokens a page avoid small segments",
+            1024,
+            {"layout": "LBNHC", "tokens": 64, "heads": 2},
+        ),
+    ):
+        bench = Bench(agent, pages, **shape)
+        for _ in range(3):  # pages of the size before make room
+            bench.engine.save(bench.fresh(), bench.blocks())
+        bench.hashes = bench.fresh()
+        bench.engine.save(bench.hashes, bench.blocks())
+        values = alternate(ROUNDS, bench.restore, limit.restore, bench.save, limit.save)
+        report.ratio(f"{name}_ratio", values[0], values[1], bound, f"{note}, restore")
+        left = f", {bench.dropped} of {6 * pages} pages dropped" if bench.dropped else ""
+        report.ratio(f"{name}_save_ratio", values[2], values[3], None, f"{note}, save{left}")
+        bench.close()
+
+
+def run() -> list[Figure]:
+    """See the module.
+
+    Raises:
+        RuntimeError: there is no GPU, or a copy failed.
+    """
+    if why_not():
+        raise RuntimeError(f"bench gpu: {why_not()}")
+    report, limit = Report(), Limit()
+    with temporary_agent(mode="cuda", pool="24GiB") as agent:
+        whole_pages(agent, limit, report)
+        small_behind_large(agent, report)
+        small_pieces(agent, limit, report)
+        context = sum(agent.status()["transfer"]["gpu_context_bytes"].values())
+        report.add("gpu_context_mib", context / 2**20, "MiB", bound=600)
+    keep(report.figures)
+    return report.figures
+
+
+def keep(figures: list[Figure]) -> None:
+    """Write the figures down with the machine, the date and the commit."""
+    import torch
+
+    described = {
+        "bench": "gpu",
+        "machine": f"{torch.cuda.get_device_name()}, {machine()}",
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": os.environ.get("ORBITKV_COMMIT") or _commit(),
+        "figures": [figure.as_json() for figure in figures],
+    }
+    RESULTS.parent.mkdir(exist_ok=True)
+    RESULTS.write_text(json.dumps(described) + "\n")
+    say(f"  kept in {RESULTS}")
+
+
+def _commit() -> str:
+    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return done.stdout.strip()

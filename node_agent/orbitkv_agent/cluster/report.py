@@ -1,0 +1,86 @@
+"""What a report says, read off the agent's parts on the owner thread."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
+
+from orbitkv.protocol.versions import RELEASE
+from orbitkv_agent.observe.demand import LastHour
+from orbitkv_agent.sessions.session import SessionState
+from orbitkv_crds.agent_api import reports_pb2 as pb
+
+if TYPE_CHECKING:
+    from orbitkv_agent.agent import Agent
+    from orbitkv_agent.cluster.admission import TokenAdmission
+    from orbitkv_agent.cluster.settings import ClusterSettings
+    from orbitkv_agent.cluster.tenants import Tenants
+
+_PODS: Final = 10
+_WORDS: Final = 1000
+
+
+def make_report(
+    agent: Agent,
+    settings: ClusterSettings,
+    tenants: Tenants,
+    admission: TokenAdmission,
+    last_hour: LastHour,
+    sequence: int,
+    not_ready: str,
+    live_digest: str,
+    problems: Sequence[tuple[str, str]],
+) -> pb.Report:
+    """Return the agent's state. Of cache namespaces only those that an engine attached to since the agent's start."""
+    store = agent.cache.stats()
+    sessions = Counter(
+        each.namespace
+        for each in agent.server.sessions
+        if each.namespace is not None and each.state is SessionState.OPEN and not each.administrator
+    )
+    engines = Counter(each.namespace for each in agent.instances if each.sealed)
+    state = (
+        pb.AGENT_STATE_DRAINING if agent.draining else pb.AGENT_STATE_STARTING if not_ready else pb.AGENT_STATE_SERVING
+    )
+    report = pb.Report(
+        pool=settings.pool,
+        node=settings.node_name,
+        pod_name=settings.pod_name,
+        pod_uid=settings.pod_uid,
+        boot_id=agent.boot_id,
+        sequence=sequence,
+        release=RELEASE,
+        state=state,
+        dram=pb.Tier(capacity_bytes=store.capacity_bytes, used_bytes=store.used_bytes),
+        cache_namespaces_synced=tenants.listed,
+        live_settings_digest=live_digest,
+        problems=[pb.Problem(reason=reason, message=words[:_WORDS]) for reason, words in problems],
+    )
+    for tenant in tenants:
+        if not agent.namespaces.has(tenant.key):
+            continue
+        it = tenant.object
+        pods = admission.pods_of(tenant.key)
+        asked, found = last_hour.of(tenant.key)
+        known = store.namespaces.get(tenant.key)
+        report.cache_namespaces.append(
+            pb.CacheNamespace(
+                namespace=it.metadata.namespace,
+                name=it.metadata.name,
+                uid=it.metadata.uid,
+                observed_generation=it.metadata.generation,
+                reset_generation=tenant.settings.reset_generation,
+                dram=pb.Tier(used_bytes=0 if known is None else known.used_bytes),
+                sessions=sessions[tenant.key],
+                engines=engines[tenant.key],
+                attached_pods=len(pods),
+                pods=[
+                    pb.Pod(namespace=pod.namespace, name=pod.name, uid=pod.uid, sessions=count)
+                    for pod, count in sorted(pods.items(), key=lambda each: (each[0].namespace, each[0].name))[:_PODS]
+                ],
+                last_hour=pb.LastHour(requested_tokens=asked, hit_tokens=found),
+                decision=tenant.decision.reason,
+            )
+        )
+    return report

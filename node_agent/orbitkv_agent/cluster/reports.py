@@ -1,0 +1,152 @@
+"""Reports to the operator: a thread that pushes the agent's state, and never makes anybody wait."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Final
+
+import grpc
+
+from orbitkv_agent.cluster.settings import ClusterSettings
+from orbitkv_crds.agent_api.reports_pb2 import Report
+from orbitkv_crds.agent_api.reports_pb2_grpc import ReportsStub
+
+logger = logging.getLogger(__name__)
+
+PUSH_S: Final = 5.0
+"""A push takes no longer."""
+OWNER_S: Final = 5.0
+"""Nor does the owner thread to make a report."""
+_LONGEST_S: Final = 120.0
+
+
+class Reporter:
+    """Pushes a report at once and then every interval, give or take a fifth; less often while nobody takes it.
+
+    Every push opens a connection of its own, with the certificate authority and the token as they are on disk now.
+
+    Args:
+        settings: where to, and how often.
+        make: makes the report; called on the owner thread.
+        post: hands a callable to the owner thread.
+
+    Attributes:
+        problem: why the last push failed, for people; "" when it did not.
+    """
+
+    def __init__(
+        self, settings: ClusterSettings, make: Callable[[], Report], post: Callable[[Callable[[], None]], None]
+    ) -> None:
+        self.problem = ""
+        self._settings = settings
+        self._make = make
+        self._post = post
+        self._interval_s = settings.reports_interval_seconds
+        self._failures = 0
+        self._wake = threading.Event()
+        self._stopping = False
+        # Of the push that runs; closing it ends the push. Set by the thread, closed by whoever stops it.
+        self._channel: grpc.Channel | None = None
+        self._thread = threading.Thread(target=self._run, name="orbitkv-reports", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def soon(self) -> None:
+        """Push now rather than at the end of the interval: something changed that people wait for."""
+        self._wake.set()
+
+    def stop(self) -> None:
+        """Tell the thread to end."""
+        self._stopping = True
+        self._wake.set()
+        channel = self._channel
+        if channel is not None:
+            channel.close()
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for the thread's end."""
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+
+    # ------------------------------------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        while not self._stopping:
+            self._wake.clear()
+            try:
+                self._push()
+            except (grpc.RpcError, OSError, TimeoutError) as error:
+                self._failed(_words(error))
+            except Exception:
+                if self._stopping:
+                    return  # its channel was closed under it
+                logger.exception("internal error in a report; please report it")
+                self._failed("internal error")
+            else:
+                if self._failures:
+                    logger.info("the operator takes reports again")
+                self._failures, self.problem = 0, ""
+            self._wait()
+
+    def _wait(self) -> None:
+        wait_s = self._interval_s * random.uniform(0.8, 1.2)
+        if self._failures > 1:
+            wait_s = min(wait_s * 2.0 ** min(self._failures - 1, 8), _LONGEST_S)
+            self._wake.clear()  # what changes does not matter to who does not listen
+        if not self._stopping:
+            self._wake.wait(wait_s)
+
+    def _failed(self, why: str) -> None:
+        self._failures += 1
+        problem = f"the operator at {self._settings.reports_address} takes no reports: {why}"
+        if problem != self.problem and self._failures > 1:  # a leader that changes is no news
+            logger.warning("%s; the cache goes on, and reports are tried again", problem)
+            self.problem = problem
+
+    def _push(self) -> None:
+        answer: Future[Report] = Future()
+
+        def on_owner() -> None:
+            if answer.set_running_or_notify_cancel():
+                try:
+                    answer.set_result(self._make())
+                except Exception as error:
+                    answer.set_exception(error)
+
+        self._post(on_owner)
+        try:
+            report = answer.result(OWNER_S)
+        finally:
+            answer.cancel()
+        settings = self._settings
+        token = Path(settings.reports_token_path).read_text(encoding="ascii").strip()
+        credentials = grpc.ssl_channel_credentials(Path(settings.reports_ca_path).read_bytes())
+        options = [
+            ("grpc.ssl_target_name_override", settings.reports_server_name),
+            ("grpc.enable_retries", 0),
+            ("grpc.use_local_subchannel_pool", 1),
+        ]
+        with grpc.secure_channel(settings.reports_address, credentials, options) as channel:
+            self._channel = channel
+            if self._stopping:
+                return
+            ack = ReportsStub(channel).Push(
+                report, timeout=PUSH_S, metadata=(("authorization", f"Bearer {token}"),), wait_for_ready=False
+            )
+        if ack.interval_seconds:
+            self._interval_s = float(min(max(ack.interval_seconds, 1), 3600))
+
+
+def _words(error: BaseException) -> str:
+    if isinstance(error, grpc.Call):
+        return f"{error.code().name.lower().replace('_', ' ')}: {(error.details() or '')[:200]}"
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}"
+    return "the agent's main thread did not answer in time" if isinstance(error, TimeoutError) else type(error).__name__

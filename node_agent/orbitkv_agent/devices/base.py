@@ -1,0 +1,110 @@
+"""What the agent asks of the place where engines keep their pages: host memory, or GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from orbitkv.protocol.messages import MapArenas, Register, RetiredArenas, SyncArenas
+from orbitkv_agent.sessions.errors import Refused
+
+if TYPE_CHECKING:
+    from orbitkv_agent.sessions.instances import Registration
+    from orbitkv_agent.sessions.session import Session
+
+
+@dataclass(frozen=True)
+class CopyPart:
+    """Pages of one group to copy: (n,) block ids, and (n,) arena ids and offsets in bytes of their places."""
+
+    group: int
+    blocks: npt.NDArray[np.integer[Any]]
+    arenas: npt.NDArray[np.integer[Any]]
+    offsets: npt.NDArray[np.integer[Any]]
+
+
+class Copy(Protocol):
+    """A copy that the agent makes itself."""
+
+    def abandon(self) -> None:
+        """Leave out what has not been submitted. The copy still ends, when what was submitted has drained."""
+
+
+class Copier(Protocol):
+    """Copies between engine memory and pages, beside the owner thread."""
+
+    def start(
+        self,
+        registration: Registration,
+        parts: Sequence[CopyPart],
+        ended: Callable[[str], None],
+        *,
+        to_engine: bool,
+        landed: Callable[[], None] | None = None,
+    ) -> Copy:
+        """Start a copy. `ended` is called once on the owner thread, when no byte of it moves any more: with "" when
+        all of it is in place, otherwise with the reason. `landed` is called before that, on another thread, as soon as
+        all of it is in place."""
+
+    def lane(self, registration: Registration) -> object:
+        """What the number of restores in flight is limited for."""
+
+
+class Device(Protocol):
+    """Where engines keep their pages. Used by the owner thread only.
+
+    Attributes:
+        name: the agent's mode, as clients see it.
+        copier: makes the copies; None where engines copy themselves.
+    """
+
+    @property
+    def name(self) -> str:
+        """See the class."""
+
+    @property
+    def copier(self) -> Copier | None:
+        """See the class."""
+
+    @property
+    def visible(self) -> Sequence[str]:
+        """Names of the devices that engines may register memory of."""
+
+    @property
+    def max_page_bytes(self) -> int:
+        """Largest padded page."""
+
+    @property
+    def context_bytes(self) -> Mapping[str, int]:
+        """Device memory that the agent itself takes, by device."""
+
+    @property
+    def copy_plans(self) -> Mapping[str, str]:
+        """How bytes are copied, by device."""
+
+    def open(self, session: Session, message: Register, opened: Callable[[object | Refused], None]) -> None:
+        """Get access to the memory of a checked registration; `opened` is called once, perhaps at once, with what
+        becomes `Registration.memory` or with the refusal."""
+
+    def close(self, memory: object) -> None:
+        """Give access up. No copy runs on it."""
+
+    def map_arenas(self, session: Session, sequence: int, message: MapArenas) -> None:
+        """Send descriptors of arenas.
+
+        Raises:
+            Refused: the device does not share them, or more are asked for than fit.
+        """
+
+    def sync_arenas(self, session: Session, message: SyncArenas) -> RetiredArenas:
+        """Take note of what a client unmapped; say what else it should."""
+
+    def tell_retired(self, sessions: Iterable[Session]) -> None:
+        """Tell sessions about arenas that were dropped since the last call."""
+
+    def shut_down(self) -> None:
+        """Finish all copies, end all threads, give all memory back."""

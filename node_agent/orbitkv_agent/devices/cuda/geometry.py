@@ -1,0 +1,69 @@
+"""A registration's memory as arrays of addresses in this process, from which copies are planned."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from orbitkv.protocol.messages import GroupGeometry
+
+Int64 = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class GroupPlaces:
+    """Where the segments of one group's pages lie: arrays over segments, a block's contiguous pieces.
+
+    Attributes:
+        base: (segments,) address of the segment in block 0.
+        stride: (segments,) bytes from a block to the next.
+        size: (segments,) bytes.
+        offset: (segments,) where the segment lies in the page image.
+        page_bytes: size of a page.
+        starts: sorted addresses at which allocations begin: a copy never reaches across one.
+    """
+
+    base: Int64
+    stride: Int64
+    size: Int64
+    offset: Int64
+    page_bytes: int
+    starts: Int64
+
+    @property
+    def segments(self) -> int:
+        """Contiguous pieces of a page."""
+        return int(self.size.size)
+
+    @property
+    def whole(self) -> bool:
+        """Whether a page is one piece."""
+        return self.segments == 1
+
+
+def group_places(geometry: GroupGeometry, addresses: Mapping[int, int]) -> GroupPlaces:
+    """Join a group's layers to segments: layers that follow one another in a block and in the page image are one.
+
+    Args:
+        geometry: the group, checked.
+        addresses: where each allocation is mapped in this process, by its index.
+    """
+    layers = geometry.layers
+    allocation = np.array([layer.allocation for layer in layers], np.int64)
+    base = np.array([addresses[layer.allocation] + layer.offset for layer in layers], np.int64)
+    stride = np.array([layer.block_stride for layer in layers], np.int64)
+    size = np.array([layer.block_bytes for layer in layers], np.int64)
+    offset = np.cumsum(size) - size
+    follows = (base[1:] == base[:-1] + size[:-1]) & (stride[1:] == stride[:-1]) & (allocation[1:] == allocation[:-1])
+    first = np.flatnonzero(np.concatenate(([True], ~follows)))
+    return GroupPlaces(
+        base=base[first],
+        stride=stride[first],
+        size=np.add.reduceat(size, first),
+        offset=offset[first],
+        page_bytes=int(size.sum()),
+        starts=np.unique(np.array([addresses[index] for index in sorted(set(allocation.tolist()))], np.int64)),
+    )

@@ -1,0 +1,175 @@
+"""One GPU in use: its context, the engine memory that is mapped, and its two lanes."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from orbitkv.cuda import CudaError, Driver, GpuInfo
+from orbitkv_agent.devices.cuda.lanes import Lane
+from orbitkv_agent.devices.cuda.nvml import used_bytes
+
+logger = logging.getLogger(__name__)
+
+CONTEXT_BYTES: Final = 600 << 20
+"""What the agent's context may take of a GPU; more is reported."""
+
+Key = tuple[int, bytes]
+"""An allocation: the process that exported it, and its handle."""
+
+
+@dataclass(frozen=True)
+class Imported:
+    """Allocations that are mapped for one registration, in its order."""
+
+    keys: tuple[Key, ...]
+    addresses: tuple[int, ...]
+
+
+class Gpu:
+    """A GPU that has, or had, a registration. Its context is made by the first one and lives as long as the agent.
+
+    What takes the driver long, mapping and unmapping, happens on a thread of its own; so copies go on meanwhile.
+
+    Args:
+        post: has a callback called on the owner thread.
+        lost: called on the owner thread when the GPU fails.
+    """
+
+    def __init__(
+        self, driver: Driver, info: GpuInfo, post: Callable[[Callable[[], None]], None], lost: Callable[[str], None]
+    ) -> None:
+        self.info = info
+        self.context = 0
+        self.context_bytes = 0
+        self.restores: Lane | None = None
+        self.saves: Lane | None = None
+        self._driver = driver
+        self._post = post
+        self._lost = lost
+        self._mapped: dict[Key, tuple[int, int]] = {}
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=f"orbitkv-gpu{info.ordinal}", daemon=True)
+        self._thread.start()
+
+    # ---------------------------------------------------------------------------------------- the owner thread
+
+    def open(self, process: int, handles: Sequence[bytes], sizes: Sequence[int], opened: Callable[..., None]) -> None:
+        """Map allocations; `opened(Imported | str)` is called on the owner thread, with the reason if it failed."""
+
+        def work() -> None:
+            try:
+                self._use_context()
+                result: Imported | str = self._import(process, handles, sizes)
+            except CudaError as error:
+                result = self._explain(error)
+            self._post(lambda: opened(result))
+
+        self._work.put(work)
+
+    def close(self, imported: Imported) -> None:
+        """Unmap what no other registration uses. No copy runs on it."""
+        self._work.put(lambda: self._release(imported.keys))
+
+    def shut_down(self) -> None:
+        """Finish all copies, unmap everything, end the threads."""
+        self._work.put(None)
+        self._thread.join()
+        for lane in (self.restores, self.saves):
+            if lane is not None:
+                lane.close()
+        if self.context:
+            self._driver.set_current(self.context)
+            for address, _ in self._mapped.values():
+                self._driver.close_memory(address)
+            self._mapped.clear()
+
+    # ---------------------------------------------------------------------------------------- the GPU's thread
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            try:
+                work()
+            except Exception:
+                logger.exception("%s: internal error; please report it", self.info.uuid)
+
+    def _use_context(self) -> None:
+        if self.context:
+            return
+        before = used_bytes(self.info.uuid)
+        context = self._driver.retain_context(self.info.ordinal)
+        self._driver.set_current(context)
+        name = f"orbitkv-gpu{self.info.ordinal}"
+        options = {"post": self._post, "lost": self._lost}
+        self.restores = Lane(self._driver, context, f"{name}-restores", to_device=True, **options)  # type: ignore[arg-type]
+        self.saves = Lane(self._driver, context, f"{name}-saves", to_device=False, **options)  # type: ignore[arg-type]
+        after = used_bytes(self.info.uuid)
+        self.context_bytes = max(0, after - before) if before is not None and after is not None else 0
+        self.context = context
+        logger.info(
+            "%s (%s) is in use; the agent takes %d bytes of it", self.info.uuid, self.info.name, self.context_bytes
+        )
+        if self.context_bytes > CONTEXT_BYTES:
+            logger.warning(
+                "the agent takes %d MiB of %s for itself, more than the %d MiB that it is meant to",
+                self.context_bytes >> 20,
+                self.info.uuid,
+                CONTEXT_BYTES >> 20,
+            )
+
+    def _import(self, process: int, handles: Sequence[bytes], sizes: Sequence[int]) -> Imported | str:
+        keys: list[Key] = []
+        addresses: list[int] = []
+        why = ""
+        try:
+            for index, (handle, size) in enumerate(zip(handles, sizes, strict=True)):
+                address = self._map((process, handle))
+                keys.append((process, handle))
+                addresses.append(address)
+                real = self._driver.allocation_of(address)[1]
+                if real < size:
+                    why = f"allocations[{index}].size is {size}, but the allocation has {real} bytes"
+                    break
+            else:
+                return Imported(tuple(keys), tuple(addresses))
+        except CudaError:
+            self._release(keys)
+            raise
+        self._release(keys)
+        return why
+
+    def _map(self, key: Key) -> int:
+        address, count = self._mapped.get(key, (0, 0))
+        if not count:
+            address = self._driver.import_memory(key[1])
+        self._mapped[key] = address, count + 1
+        return address
+
+    def _release(self, keys: Sequence[Key]) -> None:
+        for key in keys:
+            address, count = self._mapped[key]
+            if count > 1:
+                self._mapped[key] = address, count - 1
+                continue
+            del self._mapped[key]
+            try:
+                self._driver.close_memory(address)
+            except CudaError as error:
+                logger.error("%s: engine memory could not be given back: %s", self.info.uuid, error)
+
+    def _explain(self, error: CudaError) -> str:
+        why = f"{self.info.uuid}: {error}"
+        if not self.context and self.info.compute_mode != "default":
+            why += (
+                f"; the GPU is in compute mode {self.info.compute_mode}, in which agent and engine cannot both use it: "
+                "set it to default (nvidia-smi -c DEFAULT)"
+            )
+        elif not self.context:
+            why += "; the agent could not start to use this GPU (a context takes about 600 MiB of its memory)"
+        else:
+            why += "; the engine's memory could not be opened (agent and engine must run on the same machine)"
+        return why

@@ -1,0 +1,255 @@
+"""A lane: the copies of one GPU in one direction.
+
+Copies go chunk by chunk. Only a few chunks are with the GPU at a time, so that a small restore is not behind a large
+one: the lane takes turns between the copy with the least left and the oldest one. One thread submits chunks, another
+sleeps until the GPU has made them: an event tells that, and nothing else counts as the end of a chunk.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple
+
+from orbitkv.cuda import CudaError, Driver
+from orbitkv_agent.devices.cuda.plans import CHUNK_BYTES, PagesOfGroup, plan_copy
+
+logger = logging.getLogger(__name__)
+
+PLAN_PAGES: Final = 256
+"""Pages that are planned at once."""
+CHUNKS_IN_FLIGHT: Final = 2
+"""Chunks that the GPU always has, if there are any: one runs, one is ready."""
+
+
+class CopyJob:
+    """One restore or save on a lane.
+
+    Args:
+        groups: what to copy.
+        ended: called once on the owner thread, when no byte of it moves any more: with "" when all of it was copied,
+            otherwise with the reason.
+        landed: called when all of it was copied, before `ended`, on a thread of the lane.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[PagesOfGroup],
+        ended: Callable[[str], None],
+        landed: Callable[[], None] | None = None,
+    ) -> None:
+        self.slices = deque(part for group in groups for part in group.slices(PLAN_PAGES))
+        self.ended = ended
+        self.landed = landed
+        self.abandoned = False
+        self.plan = plan_copy(())
+        self.next = 0
+        self.left = sum(group.bytes for group in groups)
+        self.flying = 0
+        self.error = ""
+        self.reported = False
+
+    def abandon(self) -> None:
+        """Nobody needs it any more: what is not submitted is left out. The rest drains, and `ended` is still called."""
+        self.abandoned = True
+
+    @property
+    def submitted(self) -> bool:
+        """Whether nothing more is to be submitted."""
+        return self.whole or self.abandoned or bool(self.error)
+
+    @property
+    def whole(self) -> bool:
+        """Whether all of it was submitted."""
+        return self.next == len(self.plan.chunks) and not self.slices
+
+
+class _Chunk(NamedTuple):
+    """A chunk that the GPU has. `last` of its copy: when it has ended, so have those before it, on the same stream."""
+
+    job: CopyJob
+    event: int
+    size: int
+    last: bool
+
+
+class Lane:
+    """Copies of one GPU in one direction.
+
+    Args:
+        driver: the CUDA driver.
+        context: of the GPU.
+        to_device: restores, or else saves.
+        post: has a callback called on the owner thread.
+        lost: called on the owner thread when the GPU fails so that it cannot be known whether copies have ended.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        context: int,
+        name: str,
+        *,
+        to_device: bool,
+        post: Callable[[Callable[[], None]], None],
+        lost: Callable[[str], None],
+    ) -> None:
+        self._driver = driver
+        self._context = context
+        self._name = name
+        self._to_device = to_device
+        self._post = post
+        self._lost = lost
+        self._mail: queue.SimpleQueue[CopyJob | _Chunk | None] = queue.SimpleQueue()
+        self._flying: queue.SimpleQueue[_Chunk | None] = queue.SimpleQueue()
+        self._jobs: list[CopyJob] = []
+        self._flying_chunks = 0
+        self._flying_bytes = 0
+        self._events: list[int] = []
+        self._stream = 0
+        self._smallest_next = True
+        self._closing = False
+        self._broken = False
+        self._threads = [
+            threading.Thread(target=self._guarded, args=(work,), name=name, daemon=True)
+            for work, name in ((self._submit_all, name), (self._land_all, f"{name}-ends"))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, job: CopyJob) -> None:
+        """Take a copy. For the owner thread."""
+        self._mail.put(job)
+
+    def close(self) -> None:
+        """Finish everything and end the threads."""
+        self._mail.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        try:
+            self._driver.set_current(self._context)
+            work()
+        except Exception as error:
+            why = str(error)
+            logger.critical("%s: the GPU failed, copies on it may or may not have ended: %s", self._name, why)
+            self._post(lambda: self._lost(why))
+            self._broken = True
+            self._mail.put(None)
+            self._flying.put(None)
+
+    # ------------------------------------------------------------------------ the thread that knows of ends
+
+    def _land_all(self) -> None:
+        while (chunk := self._flying.get()) is not None:
+            self._driver.wait(chunk.event)
+            job = chunk.job
+            if chunk.last and not job.error:
+                if job.landed is not None:
+                    job.landed()
+                self._report(job, "")
+            self._mail.put(chunk)
+
+    def _report(self, job: CopyJob, reason: str) -> None:
+        job.reported = True
+        self._post(lambda: job.ended(reason))
+
+    # -------------------------------------------------------------------------------- the thread that submits
+
+    def _submit_all(self) -> None:
+        self._stream = self._driver.make_stream()
+        while (self._jobs or self._flying_chunks or not self._closing) and not self._broken:
+            job = self._pick()
+            if job is not None:
+                self._submit(job)
+            else:
+                self._take(self._mail.get())
+            while not self._mail.empty():
+                self._take(self._mail.get())
+        if self._broken:
+            return
+        self._flying.put(None)
+        for event in self._events:
+            self._driver.drop_event(event)
+        self._driver.drop_stream(self._stream)
+
+    def _take(self, item: CopyJob | _Chunk | None) -> None:
+        if item is None:
+            self._closing = True
+        elif isinstance(item, CopyJob):
+            self._accept(item)
+        else:
+            self._flying_chunks -= 1
+            self._flying_bytes -= item.size
+            self._events.append(item.event)
+            item.job.flying -= 1
+            self._end_if_drained(item.job)
+
+    def _accept(self, job: CopyJob) -> None:
+        self._plan_more(job)
+        if job.submitted:
+            self._end_if_drained(job)
+        else:
+            self._jobs.append(job)
+
+    def _plan_more(self, job: CopyJob) -> None:
+        """Plan the next pages of a copy when it needs them: the first chunk does not wait for the last one's plan."""
+        if job.next < len(job.plan.chunks) or not job.slices:
+            return
+        try:
+            job.plan, job.next = plan_copy([job.slices.popleft()]), 0
+        except Exception as error:
+            logger.exception("%s: a copy could not be planned; please report it", self._name)
+            job.error = f"the copy could not be planned: {error!r}"
+
+    def _pick(self) -> CopyJob | None:
+        """The copy whose next chunk goes now; None when the GPU has enough, or nothing is left to submit."""
+        for job in [each for each in self._jobs if each.abandoned]:
+            self._retire(job)
+        if not self._jobs or (self._flying_chunks >= CHUNKS_IN_FLIGHT and self._flying_bytes >= CHUNK_BYTES):
+            return None
+        job = min(self._jobs, key=lambda each: each.left) if self._smallest_next else self._jobs[0]
+        self._smallest_next = not self._smallest_next
+        return job
+
+    def _submit(self, job: CopyJob) -> None:
+        plan = job.plan
+        first, end, size = plan.chunks[job.next]
+        host, device, sizes = plan.host[first:end], plan.device[first:end], plan.sizes[first:end]
+        sources, destinations = (host, device) if self._to_device else (device, host)
+        event = self._events.pop() if self._events else self._driver.make_event()
+        job.next += 1
+        job.left -= size
+        try:
+            self._driver.copy(destinations, sources, sizes, self._stream, to_device=self._to_device)
+        except CudaError as error:
+            # Some of it may have been submitted: the event below tells when that has ended.
+            logger.error("%s: a copy was refused: %s", self._name, error)
+            job.error = str(error)
+        self._driver.record(event, self._stream)
+        job.flying += 1
+        self._flying_chunks += 1
+        self._flying_bytes += size
+        last = job.whole
+        if not last:
+            self._plan_more(job)
+        if job.submitted:
+            self._jobs.remove(job)
+        self._flying.put(_Chunk(job, event, size, last))
+
+    def _retire(self, job: CopyJob) -> None:
+        self._jobs.remove(job)
+        self._end_if_drained(job)
+
+    def _end_if_drained(self, job: CopyJob) -> None:
+        """End a copy that was not ended by its last chunk: nothing to copy, refused, or abandoned half-way."""
+        if job.reported or job.flying or not job.submitted:
+            return
+        whole = job.whole and not job.error
+        if whole and job.landed is not None:
+            job.landed()
+        self._report(job, "" if whole else job.error or "nobody needs it any more")

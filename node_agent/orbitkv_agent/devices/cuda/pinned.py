@@ -1,0 +1,68 @@
+"""The agent's own pages: arenas mapped here and pinned, so that a GPU copies to and from them at full speed."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import mmap
+import time
+from collections.abc import Callable
+from typing import Final
+
+from orbitkv.cuda import CudaError, Driver
+from orbitkv_agent.store.arenas import Arena
+
+logger = logging.getLogger(__name__)
+
+LARGEST_ARENA: Final = 512 << 20
+"""One arena is pinned by one call. Larger calls would keep the machine's other CUDA programs waiting."""
+
+
+class PinnedArenas:
+    """Pins arenas as the pool makes them, on the pool's own thread.
+
+    Args:
+        driver: the CUDA driver.
+        context: returns a context of any GPU, 0 while there is none.
+    """
+
+    def __init__(self, driver: Driver, context: Callable[[], int]) -> None:
+        self._driver = driver
+        self._context = context
+        self._mappings: dict[int, mmap.mmap] = {}
+
+    def attach(self, arena: Arena) -> None:
+        """Map an arena and pin it; sets its `address`.
+
+        Raises:
+            OSError: it cannot be mapped or pinned.
+        """
+        context = self._context()
+        if not context:
+            raise OSError(0, "no GPU is in use yet")
+        mapping = mmap.mmap(arena.fd, arena.size)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+        started = time.monotonic()
+        try:
+            self._driver.set_current(context)
+            self._driver.pin(address, arena.size)
+        except CudaError as error:
+            mapping.close()
+            logger.error("memory for pages could not be pinned: %s", error)
+            raise OSError(errno.ENOMEM, str(error)) from None
+        took = time.monotonic() - started
+        arena.address = address
+        self._mappings[arena.id] = mapping
+        # While memory is pinned, other CUDA programs may wait for the driver: they get as much time as this took.
+        time.sleep(min(took, 1.0))
+
+    def detach(self, arena: Arena) -> None:
+        """Unpin and unmap an arena that holds no page; harmless for one that is not attached."""
+        mapping = self._mappings.pop(arena.id, None)
+        if mapping is None:
+            return
+        self._driver.set_current(self._context())
+        self._driver.unpin(arena.address)
+        arena.address = 0
+        mapping.close()

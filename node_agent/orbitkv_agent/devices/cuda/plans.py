@@ -1,0 +1,121 @@
+"""Copy plans: what one restore or save copies, as arrays, cut into chunks of which each is one call of the driver."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from orbitkv_agent.devices.cuda.geometry import GroupPlaces, Int64
+
+CHUNK_BYTES: Final = 36 << 20
+"""Most bytes in one call: what another copy may have to wait for, 0.7 ms of PCIe Gen5."""
+CHUNK_PIECES: Final = 256
+"""Most pieces in one call: more do not make it faster, and fewer do not hide what a call costs."""
+
+
+@dataclass(frozen=True)
+class PagesOfGroup:
+    """Pages of one group to copy.
+
+    Attributes:
+        places: where the group's blocks lie.
+        blocks: (n,) block ids.
+        pages: (n,) addresses of the page images.
+        first: (n,) whether the image is the first in its arena: no copy reaches from one arena into the next.
+    """
+
+    places: GroupPlaces
+    blocks: Int64
+    pages: Int64
+    first: npt.NDArray[np.bool_]
+
+    @property
+    def bytes(self) -> int:
+        """All bytes."""
+        return self.blocks.size * self.places.page_bytes
+
+    def slices(self, count: int) -> list[PagesOfGroup]:
+        """The pages in the order in which they lie in host memory, `count` at a time."""
+        order = np.argsort(self.pages, kind="stable")
+        parts = [order[i : i + count] for i in range(0, order.size, count)]
+        return [PagesOfGroup(self.places, self.blocks[i], self.pages[i], self.first[i]) for i in parts]
+
+
+@dataclass(frozen=True)
+class CopyPlan:
+    """Pieces to copy between pages and blocks, and the chunks they are submitted in.
+
+    Attributes:
+        host: (pieces,) uint64 addresses in the arenas.
+        device: (pieces,) uint64 addresses in the engine's memory.
+        sizes: (pieces,) uint64 bytes.
+        chunks: (first piece, end, bytes) of each chunk.
+    """
+
+    host: npt.NDArray[np.uint64]
+    device: npt.NDArray[np.uint64]
+    sizes: npt.NDArray[np.uint64]
+    chunks: list[tuple[int, int, int]]
+
+    @property
+    def bytes(self) -> int:
+        """All bytes."""
+        return sum(size for _, _, size in self.chunks)
+
+
+def plan_copy(groups: Iterable[PagesOfGroup]) -> CopyPlan:
+    """Plan the copy of pages. Neighbours on both sides become one piece, what is over `CHUNK_BYTES` several."""
+    parts = [_pieces(group) for group in groups if group.blocks.size]
+    if not parts:
+        empty = np.empty(0, np.uint64)
+        return CopyPlan(empty, empty, empty, [])
+    host, device, sizes = (np.concatenate([part[i] for part in parts]) for i in range(3))
+    if (sizes > CHUNK_BYTES).any():
+        host, device, sizes = _cut(host, device, sizes)
+    return CopyPlan(host.astype(np.uint64), device.astype(np.uint64), sizes.astype(np.uint64), _chunks(sizes))
+
+
+def _pieces(group: PagesOfGroup) -> tuple[Int64, Int64, Int64]:
+    places = group.places
+    order = np.argsort(group.pages, kind="stable")
+    blocks, pages = group.blocks[order], group.pages[order]
+    device = (places.base[None, :] + blocks[:, None] * places.stride[None, :]).ravel()
+    host = (pages[:, None] + places.offset[None, :]).ravel()
+    sizes = np.tile(places.size, blocks.size)
+    if sizes.size == 1:
+        return host, device, sizes
+    joins = (host[1:] == host[:-1] + sizes[:-1]) & (device[1:] == device[:-1] + sizes[:-1])
+    if joins.any():
+        new_arena = np.zeros((blocks.size, places.segments), np.bool_)
+        new_arena[:, 0] = group.first[order]
+        joins &= ~new_arena.ravel()[1:]
+        joins &= ~np.isin(device[1:], places.starts)
+        starts = np.flatnonzero(np.concatenate(([True], ~joins)))
+        sizes = np.add.reduceat(sizes, starts)
+        host, device = host[starts], device[starts]
+    return host, device, sizes
+
+
+def _cut(host: Int64, device: Int64, sizes: Int64) -> tuple[Int64, Int64, Int64]:
+    """Cut what is larger than a chunk."""
+    parts = -(-sizes // CHUNK_BYTES)
+    index = np.repeat(np.arange(sizes.size), parts)
+    inner = np.arange(index.size) - np.repeat(np.cumsum(parts) - parts, parts)
+    start = inner * CHUNK_BYTES
+    return host[index] + start, device[index] + start, np.minimum(sizes[index] - start, CHUNK_BYTES)
+
+
+def _chunks(sizes: Int64) -> list[tuple[int, int, int]]:
+    ends = np.cumsum(sizes)
+    chunks = []
+    first, done = 0, 0
+    while first < sizes.size:
+        end = int(np.searchsorted(ends, done + CHUNK_BYTES, side="right"))
+        end = min(max(end, first + 1), first + CHUNK_PIECES)
+        chunks.append((first, end, int(ends[end - 1]) - done))
+        first, done = end, int(ends[end - 1])
+    return chunks

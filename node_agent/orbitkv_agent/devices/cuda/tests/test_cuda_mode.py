@@ -1,0 +1,387 @@
+"""The agent in CUDA mode, by its protocol: it copies, its records tell the end, and what is lost drains first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from orbitkv.protocol.errors import ErrorKind
+from orbitkv.protocol.messages import (
+    Allocation,
+    CommitSave,
+    MapArenas,
+    RecordRef,
+    Refusal,
+    Register,
+    Registered,
+    RestorePlan,
+    SavePlan,
+    Unregister,
+)
+from orbitkv.protocol.records import RecordState
+from orbitkv_agent.devices.cuda.tests.fake_gpu import UUIDS, FakeGpu
+from orbitkv_agent.tests.harness import (
+    INSTANCE,
+    Client,
+    World,
+    group_geometry,
+    hashes,
+    register_message,
+    start_message,
+)
+
+PAGE = 4096
+BLOCKS = 64
+
+
+@pytest.fixture
+def gpu() -> FakeGpu:
+    return FakeGpu(2)
+
+
+@pytest.fixture
+def world(tmp_path: Path, gpu: FakeGpu) -> Iterator[World]:
+    with World(tmp_path, driver=gpu) as world:
+        yield world
+        gpu.release()
+    assert not +gpu.mapped, "engine memory stayed mapped"
+    assert not gpu.pinned, "host memory stayed pinned"
+
+
+def message(gpu: FakeGpu, kv: np.ndarray[Any, Any], **changes: Any) -> Register:
+    allocation = Allocation(kv.nbytes, gpu.export_memory(kv.ctypes.data))
+    return register_message(**{"device": UUIDS[0], "allocations": [allocation], **changes})
+
+
+class CudaEngine:
+    """A serving engine whose blocks are in `kv`, (blocks, bytes)."""
+
+    def __init__(self, world: World, gpu: FakeGpu, namespace: str = "") -> None:
+        self.world, self.gpu = world, gpu
+        self.memory = gpu.allocate(BLOCKS * PAGE)
+        self.kv = self.memory.reshape(BLOCKS, PAGE)
+        self.control, self.worker = world.client(namespace), world.client(namespace)
+        self.control.attach(INSTANCE)
+        self.registration = self.register(message(gpu, self.memory)).registration
+        self.worker.prove(self.registration)
+        self.operation = 0
+
+    def register(self, request: Register) -> Registered:
+        number = self.worker.post(request)
+        replies: list[Any] = []
+        self.world.until(lambda: replies or self._take(number, replies))
+        assert isinstance(replies[0], Registered), replies[0]
+        return replies[0]
+
+    def _take(self, number: int, into: list[Any]) -> bool:
+        reply = self.worker.reply(number)
+        into += [reply] if reply is not None else []
+        return bool(into)
+
+    def state(self, ref: RecordRef) -> RecordState | None:
+        assert self.worker.records is not None
+        return self.worker.records.state(ref)
+
+    def save(self, names: bytes, blocks: list[int]) -> SavePlan:
+        plan = self.submit(names, blocks)
+        self.world.until(lambda: self.state(plan.record) is RecordState.SETTLED)
+        self.worker.commit(plan)
+        assert self.state(plan.record) is RecordState.DONE
+        return plan
+
+    def submit(self, names: bytes, blocks: list[int]) -> SavePlan:
+        return self.worker.submit(self.registration, names, blocks)
+
+    def start(self, names: bytes, blocks: list[int]) -> RestorePlan:
+        self.operation += 1
+        ready = self.control.ready(names, operation=self.operation)
+        return self.worker.start(self.registration, ready.leases[0], blocks)
+
+
+@pytest.fixture
+def engine(world: World, gpu: FakeGpu) -> CudaEngine:
+    return CudaEngine(world, gpu)
+
+
+def test_saved_pages_are_restored_into_other_blocks(engine: CudaEngine, world: World) -> None:
+    assert world.agent.device.name == "cuda"
+    engine.save(hashes(1, 2, 3), [5, 9, 7])
+    before = engine.kv.copy()
+    plan = engine.start(hashes(1, 2, 3), [20, 21, 40])
+    assert not plan.pages, "nobody but the agent needs to know the places"
+    world.until(lambda: engine.state(plan.record) is RecordState.DONE)
+    before[[20, 21, 40]] = before[[5, 9, 7]]
+    assert (engine.kv == before).all(), "the pages arrived, and nothing else changed"
+
+
+def test_a_page_is_visible_only_after_the_commit(engine: CudaEngine, world: World) -> None:
+    plan = engine.submit(hashes(1), [5])
+    world.until(lambda: engine.state(plan.record) is RecordState.SETTLED)
+    assert type(engine.control.query(hashes(1), operation=50)).__name__ == "Nothing"
+    engine.worker.commit(plan)
+    assert engine.control.ready(hashes(1), operation=51).leases
+
+
+@pytest.mark.guard("copied-commit")
+def test_a_commit_before_the_copy_ended_is_refused(engine: CudaEngine, gpu: FakeGpu, world: World) -> None:
+    gpu.hold()
+    plan = engine.submit(hashes(1), [5])
+    refusal = engine.worker.refused(CommitSave(plan.save, True))
+    assert refusal.kind == ErrorKind.INVALID and "not ended" in refusal.message
+    assert engine.state(plan.record) is RecordState.PENDING
+    gpu.release()
+    world.until(lambda: engine.state(plan.record) is RecordState.SETTLED)
+    engine.worker.commit(plan)
+
+
+def test_a_save_that_is_voided_while_it_is_copied_never_becomes_visible(
+    engine: CudaEngine, gpu: FakeGpu, world: World
+) -> None:
+    gpu.hold()
+    plan = engine.submit(hashes(1), [5])
+    world.until(lambda: gpu.calls)
+    engine.worker.commit(plan, copied=False)
+    assert engine.state(plan.record) is RecordState.PENDING, "its copy still runs"
+    assert world.agent.saves.inflight_bytes, "its pages stay held"
+    gpu.release()
+    world.until(lambda: engine.state(plan.record) is RecordState.FAILED)
+    assert not world.agent.saves.inflight_bytes
+    assert type(engine.control.query(hashes(1), operation=50)).__name__ == "Nothing"
+
+
+def test_pages_that_are_kept_already_are_not_copied_again(engine: CudaEngine, gpu: FakeGpu, world: World) -> None:
+    engine.save(hashes(1, 2), [5, 6])
+    calls = len(gpu.calls)
+    plan = engine.save(hashes(1, 2), [7, 8])
+    assert plan.present == 2 and len(gpu.calls) == calls
+
+
+def test_a_skipped_block_is_not_touched(engine: CudaEngine, world: World) -> None:
+    engine.save(hashes(1, 2), [5, 6])
+    before = engine.kv.copy()
+    plan = engine.start(hashes(1, 2), [30, -1])
+    world.until(lambda: engine.state(plan.record) is RecordState.DONE)
+    before[30] = before[5]
+    assert (engine.kv == before).all()
+
+
+@pytest.mark.guard("mapping-drained")
+def test_when_the_engine_dies_its_copies_drain_and_then_its_memory_is_given_back(
+    engine: CudaEngine, gpu: FakeGpu, world: World
+) -> None:
+    engine.save(hashes(1), [5])
+    gpu.hold()
+    engine.start(hashes(1), [20])
+    engine.submit(hashes(2), [6])
+    world.until(lambda: len(gpu.calls) == 3)
+    for client in (engine.worker, engine.control):
+        session = client.session
+        client.drop()
+        session.close()  # as when its process has exited
+    world.pump()
+    assert gpu.mapped[engine.memory.ctypes.data] == 1, "copies still run on it"
+    assert len(world.agent.restores) == 1 and len(world.agent.saves) == 1
+    gpu.release()
+    world.until(lambda: not gpu.mapped[engine.memory.ctypes.data])
+    assert not any(world.agent.oracle().values())
+
+
+def test_a_stream_that_ends_before_its_process_closes_when_its_copies_have_ended(
+    engine: CudaEngine, gpu: FakeGpu, world: World
+) -> None:
+    engine.save(hashes(1), [5])
+    gpu.hold()
+    plan = engine.start(hashes(1), [20])
+    records, session = engine.worker.records, engine.worker.session
+    engine.worker.records = None  # the client's own mapping outlives its connection
+    world.until(lambda: len(gpu.calls) == 2)
+    engine.worker.drop()
+    assert session in world.agent.server.sessions, "its copy runs"
+    assert records is not None and records.state(plan.record) is RecordState.PENDING
+    gpu.release()
+    world.until(lambda: session not in world.agent.server.sessions)
+    assert records.state(plan.record) is RecordState.DONE, "all of it had been submitted"
+    records.close()
+
+
+def test_unregistering_answers_when_the_copies_have_ended(engine: CudaEngine, gpu: FakeGpu, world: World) -> None:
+    engine.save(hashes(1), [5])
+    gpu.hold()
+    engine.start(hashes(1), [20])
+    number = engine.worker.post(Unregister(engine.registration))
+    world.pump()
+    assert engine.worker.reply(number) is None
+    gpu.release()
+    world.until(lambda: engine.worker.reply(number) is not None)
+
+
+@pytest.mark.parametrize("limit", [1, 2])
+def test_restores_beyond_the_limit_of_a_gpu_are_accepted_and_wait(tmp_path: Path, gpu: FakeGpu, limit: int) -> None:
+    with World(tmp_path, driver=gpu, max_restores_per_device=limit) as world:
+        engine = CudaEngine(world, gpu)
+        engine.save(hashes(1), [5])
+        calls = len(gpu.calls)
+        gpu.hold()
+        plans = [engine.start(hashes(1), [20 + i]) for i in range(4)]
+        world.until(lambda: len(gpu.calls) == calls + limit)
+        assert len(world.agent.restores) == 4
+        assert all(engine.state(plan.record) is RecordState.PENDING for plan in plans)
+        gpu.release()
+        world.until(lambda: all(engine.state(plan.record) is RecordState.DONE for plan in plans))
+        assert (engine.kv[20:24] == engine.kv[5]).all()
+
+
+def test_waiting_restores_of_an_engine_that_dies_are_never_begun(tmp_path: Path, gpu: FakeGpu) -> None:
+    with World(tmp_path, driver=gpu, max_restores_per_device=1) as world:
+        engine = CudaEngine(world, gpu)
+        engine.save(hashes(1), [5])
+        calls = len(gpu.calls)
+        gpu.hold()
+        for i in range(4):
+            engine.start(hashes(1), [20 + i])
+        world.until(lambda: len(gpu.calls) == calls + 1)
+        engine.worker.drop()
+        assert len(world.agent.restores) == 1
+        gpu.release()
+        world.until(lambda: not len(world.agent.restores))
+        assert len(gpu.calls) == calls + 1
+
+
+def test_a_copy_that_the_driver_refuses_fails_the_restore_only(engine: CudaEngine, gpu: FakeGpu, world: World) -> None:
+    engine.save(hashes(1), [5])
+    gpu.refuse = 1
+    plan = engine.start(hashes(1), [20])
+    world.until(lambda: engine.state(plan.record) is RecordState.FAILED)
+    gpu.refuse = 0
+    again = engine.start(hashes(1), [21])
+    world.until(lambda: engine.state(again.record) is RecordState.DONE)
+
+
+def test_a_gpu_is_used_only_from_its_first_registration(world: World, gpu: FakeGpu) -> None:
+    world.client()
+    assert not gpu.contexts and world.agent.device.context_bytes == {}
+    CudaEngine(world, gpu)
+    assert gpu.contexts == {0: 1}
+    assert list(world.agent.device.context_bytes) == [UUIDS[0]]
+
+
+def test_an_allocation_is_mapped_once_for_all_registrations_of_a_process(world: World, gpu: FakeGpu) -> None:
+    engine = CudaEngine(world, gpu)
+    address = engine.memory.ctypes.data
+    engine.register(message(gpu, engine.memory, instance=type(INSTANCE)("other", "1")))
+    assert gpu.mapped[address] == 1
+    engine.worker.call(Unregister(engine.registration), object)
+    world.pump()
+    assert gpu.mapped[address] == 1, "the other registration uses it"
+
+
+def refused(world: World, client: Client, request: Register) -> Refusal:
+    number = client.post(request)
+    replies: list[Any] = []
+
+    def take() -> bool:
+        reply = client.reply(number)
+        replies.extend([reply] if reply is not None else [])
+        return bool(replies)
+
+    world.until(take)
+    assert isinstance(replies[0], Refusal), replies[0]
+    return replies[0]
+
+
+def test_registrations_that_cannot_be_served_are_refused_by_name(world: World, gpu: FakeGpu) -> None:
+    kv = gpu.allocate(BLOCKS * PAGE)
+    client = world.client()
+    cases = {
+        "not visible to this agent": message(gpu, kv, device="GPU-other"),
+        "has 0 bytes; memory of a GPU is registered with a handle of 64": message(
+            gpu, kv, allocations=[Allocation(kv.nbytes)]
+        ),
+        "could not be opened": message(gpu, kv, allocations=[Allocation(kv.nbytes, bytes(64))]),
+        f"but the allocation has {kv.nbytes} bytes": message(
+            gpu, kv, allocations=[Allocation(2 * kv.nbytes, gpu.export_memory(kv.ctypes.data))]
+        ),
+        "outside its allocation": message(gpu, kv, groups=[group_geometry(blocks=BLOCKS + 1)]),
+    }
+    for words, request in cases.items():
+        assert words in refused(world, client, request).message
+    assert UUIDS[1] in refused(world, client, cases["not visible to this agent"]).message, "both lists are named"
+    assert not +gpu.mapped and not list(world.agent.instances)
+
+
+def test_a_gpu_in_exclusive_process_mode_is_refused_by_name(tmp_path: Path, gpu: FakeGpu) -> None:
+    gpu.compute_mode = "exclusive-process"
+    with World(tmp_path, driver=gpu) as world:
+        refusal = refused(world, world.client(), message(gpu, gpu.allocate(BLOCKS * PAGE)))
+        assert "exclusive-process" in refusal.message and "nvidia-smi -c DEFAULT" in refusal.message
+        gpu.compute_mode = "default"  # nothing of the failure stays
+        assert CudaEngine(world, gpu).registration
+
+
+def test_memory_that_cannot_be_pinned_keeps_nothing_and_is_tried_again(
+    tmp_path: Path, gpu: FakeGpu, caplog: pytest.LogCaptureFixture
+) -> None:
+    gpu.pins = False
+    with World(tmp_path, driver=gpu) as world:
+        worker = world.client()
+        worker.post(message(gpu, gpu.allocate(BLOCKS * PAGE)))
+        world.until(lambda: world.agent.cache.arenas.failures)
+        assert "could not be pinned" in caplog.text
+        assert not gpu.pinned and not any(arena.ready for arena in world.agent.cache.arenas)
+
+
+def test_all_of_the_pool_is_pinned_before_it_is_needed(world: World, gpu: FakeGpu) -> None:
+    assert not gpu.pinned, "nothing without an engine"
+    CudaEngine(world, gpu)
+    world.until(lambda: sum(gpu.pinned.values()) == world.config.pool_bytes)
+
+
+def test_a_namespace_that_comes_later_gets_what_was_made_ahead_for_the_first(tmp_path: Path, gpu: FakeGpu) -> None:
+    with World(tmp_path, driver=gpu, cache_namespaces={"other": {}}) as world:
+        CudaEngine(world, gpu)
+        world.until(lambda: sum(gpu.pinned.values()) == world.config.pool_bytes)
+        second = CudaEngine(world, gpu, "other")
+
+        def kept() -> bool:
+            plan = second.submit(hashes(1), [5])
+            world.until(lambda: second.state(plan.record) is RecordState.SETTLED)
+            second.worker.commit(plan)
+            return not plan.dropped
+
+        world.until(kept)
+
+
+def test_a_session_that_ends_while_its_memory_is_opened_leaves_nothing_behind(world: World, gpu: FakeGpu) -> None:
+    kv = gpu.allocate(BLOCKS * PAGE)
+    client = world.client()
+    client.post(message(gpu, kv))
+    world.agent.loop.run_once(0.1)
+    client.drop()
+    world.until(lambda: gpu.contexts and not +gpu.mapped)
+    assert not list(world.agent.instances)
+
+
+def test_no_arena_leaves_the_agent(engine: CudaEngine) -> None:
+    refusal = engine.worker.refused(MapArenas([1]))
+    assert refusal.kind == ErrorKind.UNSUPPORTED and not engine.worker.descriptors[3:]
+
+
+def test_status_says_how_a_gpu_copies(engine: CudaEngine, world: World) -> None:
+    snapshot = world.agent.snapshot()
+    assert snapshot["agent"]["mode"] == "cuda"
+    assert snapshot["transfer"]["copy_plans"] == {UUIDS[0]: "batch-pages"}
+    assert snapshot["sessions"]["registered_bytes"] == {UUIDS[0]: BLOCKS * PAGE}
+
+
+def test_restoring_with_words_in_device_memory_is_refused_by_name(engine: CudaEngine) -> None:
+    from orbitkv.protocol.messages import TimelineWord
+
+    engine.save(hashes(1), [5])
+    ready = engine.control.ready(hashes(1), operation=9)
+    request = start_message(engine.registration, ready.leases[0], [6])
+    request.ready = TimelineWord(0, 0, 1)
+    assert "ready: words in device memory are not there yet" in engine.worker.refused(request).message

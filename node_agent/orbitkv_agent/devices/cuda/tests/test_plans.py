@@ -1,0 +1,141 @@
+"""Copy plans: whatever the geometry, the plan moves what a copy page by page and layer by layer would move."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orbitkv.protocol.messages import GroupGeometry, LayerRegion
+from orbitkv_agent.devices.cuda import plans
+from orbitkv_agent.devices.cuda.geometry import group_places
+from orbitkv_agent.devices.cuda.plans import PagesOfGroup, plan_copy
+
+ENGINE, HOST = 1 << 40, 1 << 30
+UNIT = 4096
+
+
+def layout(kind: str, layers: int, blocks: int, size: int) -> GroupGeometry:
+    """A group whose layers lie one after another in memory, or interleaved block by block, or each by itself."""
+    regions = []
+    for i in range(layers):
+        allocation, offset, stride = {
+            "layer-outermost": (0, i * blocks * size, size),
+            "block-outermost": (0, i * size, layers * size),
+            "apart": (i, 0, size),
+            "padded": (0, i * (size + 64), layers * (size + 64)),
+        }[kind]
+        regions.append(LayerRegion(f"l{i}", allocation, offset, blocks, size, stride, "uint8"))
+    return GroupGeometry(0, "full", 16, regions)
+
+
+def addresses(geometry: GroupGeometry) -> dict[int, int]:
+    """Allocations that follow one another without a gap: the worst case for merging."""
+    size = {r.allocation: 0 for r in geometry.layers}
+    for r in geometry.layers:
+        size[r.allocation] = max(size[r.allocation], r.offset + (r.block_count - 1) * r.block_stride + r.block_bytes)
+    at, result = ENGINE, {}
+    for allocation in sorted(size):
+        result[allocation] = at
+        at += size[allocation]
+    return result
+
+
+def bytes_moved(plan: plans.CopyPlan) -> dict[int, int]:
+    """Engine address to host address of every 64 bytes."""
+    moved: dict[int, int] = {}
+    for host, device, size in zip(plan.host.tolist(), plan.device.tolist(), plan.sizes.tolist(), strict=True):
+        for i in range(0, size, 64):
+            assert device + i not in moved, "a byte is written twice"
+            moved[device + i] = host + i
+    return moved
+
+
+KINDS = ["layer-outermost", "block-outermost", "apart", "padded"]
+
+
+@given(
+    kind=st.sampled_from(KINDS),
+    layers=st.integers(1, 5),
+    size=st.sampled_from([64, 192, 4096]),
+    order=st.permutations(range(8)),
+    slots=st.permutations(range(8)),
+    count=st.integers(1, 8),
+)
+def test_a_plan_moves_every_byte_of_every_page_to_its_place(
+    kind: str, layers: int, size: int, order: list[int], slots: list[int], count: int
+) -> None:
+    geometry = layout(kind, layers, 8, size)
+    at = addresses(geometry)
+    padded = -(-layers * size // UNIT) * UNIT
+    blocks = np.array(order[:count], np.int64)
+    offsets = np.array(slots[:count], np.int64) * padded
+    plan = plan_copy([PagesOfGroup(group_places(geometry, at), blocks, HOST + offsets, offsets == 0)])
+    expected = {}
+    for block, offset in zip(blocks.tolist(), offsets.tolist(), strict=True):
+        for i, region in enumerate(geometry.layers):
+            start = at[region.allocation] + region.offset + block * region.block_stride
+            for j in range(0, size, 64):
+                expected[start + j] = HOST + offset + i * size + j
+    assert bytes_moved(plan) == expected
+    assert plan.bytes == count * layers * size
+    covered = [piece for first, end, _ in plan.chunks for piece in range(first, end)]
+    assert covered == list(range(plan.sizes.size)), "chunks leave out or repeat pieces"
+
+
+def test_a_page_of_a_block_outermost_layout_is_one_piece() -> None:
+    geometry = layout("block-outermost", 36, 64, 65536)
+    places = group_places(geometry, addresses(geometry))
+    assert places.whole
+    pages = HOST + np.array([0, 3, 5], np.int64) * places.page_bytes
+    plan = plan_copy([PagesOfGroup(places, np.array([9, 2, 30]), pages, np.zeros(3, np.bool_))])
+    assert plan.sizes.tolist() == [places.page_bytes] * 3
+
+
+def test_neighbours_on_both_sides_are_one_piece() -> None:
+    geometry = layout("block-outermost", 2, 64, 2048)
+    places = group_places(geometry, addresses(geometry))
+    pages = HOST + np.arange(6, dtype=np.int64) * 4096
+    blocks = np.array([4, 5, 6, 20, 21, 9])
+    plan = plan_copy([PagesOfGroup(places, blocks, pages, np.zeros(6, np.bool_))])
+    assert plan.sizes.tolist() == [3 * 4096, 2 * 4096, 4096]
+
+
+def test_pages_of_neighbouring_arenas_are_never_one_piece() -> None:
+    geometry = layout("block-outermost", 1, 64, 4096)
+    places = group_places(geometry, addresses(geometry))
+    pages = HOST + np.arange(4, dtype=np.int64) * 4096
+    first = np.array([False, False, True, False])
+    plan = plan_copy([PagesOfGroup(places, np.arange(4), pages, first)])
+    assert plan.sizes.tolist() == [8192, 8192]
+
+
+def test_blocks_of_neighbouring_allocations_are_never_one_piece() -> None:
+    geometry = layout("apart", 2, 1, 4096)
+    at = addresses(geometry)
+    assert at[1] == at[0] + 4096
+    plan = plan_copy([PagesOfGroup(group_places(geometry, at), np.array([0]), np.array([HOST]), np.array([True]))])
+    assert plan.sizes.tolist() == [4096, 4096]
+
+
+@pytest.mark.parametrize(("pages", "size", "most"), [(100, 36 * 65536, 16), (1000, 16384, 256), (40, 1 << 20, 36)])
+def test_a_chunk_has_at_most_36_mib_and_256_pieces(pages: int, size: int, most: int) -> None:
+    geometry = layout("block-outermost", 1, 2 * pages, size)
+    places = group_places(geometry, addresses(geometry))
+    blocks = np.arange(pages) * 2  # no neighbours
+    plan = plan_copy(
+        [PagesOfGroup(places, blocks, HOST + np.arange(pages, dtype=np.int64) * size, np.zeros(pages, np.bool_))]
+    )
+    assert all(end - first <= most for first, end, _ in plan.chunks)
+    assert all(end - first == most for first, end, _ in plan.chunks[:-1])
+    assert sum(size for _, _, size in plan.chunks) == plan.bytes
+
+
+def test_a_piece_larger_than_a_chunk_is_cut() -> None:
+    geometry = layout("block-outermost", 1, 64, 4 << 20)
+    places = group_places(geometry, addresses(geometry))
+    pages = HOST + np.arange(20, dtype=np.int64) * (4 << 20)
+    plan = plan_copy([PagesOfGroup(places, np.arange(20), pages, np.zeros(20, np.bool_))])
+    assert plan.sizes.tolist() == [36 << 20, 36 << 20, 8 << 20]
+    assert len(plan.chunks) == 3

@@ -1,0 +1,136 @@
+"""How many connections there are, and of whom."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from orbitkv.protocol.errors import ErrorKind
+from orbitkv_agent.sessions.errors import Rejected
+
+if TYPE_CHECKING:
+    from orbitkv_agent.config import AgentConfig
+    from orbitkv_agent.sessions.peers import Peer
+    from orbitkv_agent.sessions.session import Session
+
+
+class Connections:
+    """Counts connections against their limits. Used by the owner thread only.
+
+    Without a cluster a connection counts for its user from the start. In a cluster anybody may connect, and users say
+    nothing: a connection is a stranger until its token is accepted, and then counts for its pod. Strangers have a small
+    number of places, half of them for one user at most. When these are taken, the stranger that has been silent for
+    longest makes room: whoever has a token shows it at once, so a crowd without tokens only pushes out itself.
+    """
+
+    def __init__(self, config: AgentConfig) -> None:
+        self._config = config
+        self._in_cluster = config.cluster is not None
+        self._owner: dict[Session, str] = {}
+        self._by_owner: Counter[str] = Counter()
+        self._strangers: dict[Session, None] = {}
+        self._strangers_of: Counter[int] = Counter()
+        self._silent: dict[Session, None] = {}
+
+    def check(self, peer: Peer) -> None:
+        """Whether another connection of this peer may come.
+
+        Raises:
+            Rejected: BUSY or DENIED.
+        """
+        if self._in_cluster:
+            return
+        config = self._config
+        self._check_owner(_user(peer))
+        if peer.uid not in config.allowed_uids:
+            raise Rejected(
+                "user",
+                ErrorKind.DENIED,
+                f"user {peer.uid} may not connect; the agent allows users {sorted(config.allowed_uids)} (allowed_uids)",
+            )
+
+    def crowded_out(self, peer: Peer) -> Session | None:
+        """The stranger that has to go before another one of this peer may stay, if one has to.
+
+        Raises:
+            Rejected: BUSY, all of them have shown a token that is being looked at.
+        """
+        places = self._config.max_strangers
+        if not self._in_cluster:
+            return None
+        if self._strangers_of[peer.uid] >= -(-places // 2):
+            candidates = [each for each in self._silent if each.peer.uid == peer.uid]
+        elif len(self._strangers) >= places:
+            candidates = list(self._silent)
+        else:
+            return None
+        if not candidates:
+            raise Rejected(
+                "limit",
+                ErrorKind.BUSY,
+                f"{len(self._strangers)} connections wait until their tokens are looked at (max_strangers); try again",
+            )
+        return candidates[0]
+
+    def connected(self, session: Session) -> None:
+        """A connection was accepted."""
+        if self._in_cluster:
+            self._strangers[session] = None
+            self._silent[session] = None
+            self._strangers_of[session.peer.uid] += 1
+        else:
+            self._count(session, _user(session.peer))
+
+    def spoke(self, session: Session) -> None:
+        """A connection has said hello."""
+        self._silent.pop(session, None)
+
+    def opened(self, session: Session, owner: str) -> None:
+        """A session was granted; `owner` is whom it counts for.
+
+        Raises:
+            Rejected: BUSY, this owner has too many, or all together have.
+        """
+        if self._in_cluster:
+            self._check_owner(owner)
+            self._forget_stranger(session)
+            self._count(session, owner)
+
+    def ended(self, session: Session) -> None:
+        """A connection ended."""
+        self._forget_stranger(session)
+        owner = self._owner.pop(session, None)
+        if owner is not None:
+            self._by_owner[owner] -= 1
+            if not self._by_owner[owner]:
+                del self._by_owner[owner]
+
+    def _count(self, session: Session, owner: str) -> None:
+        self._owner[session] = owner
+        self._by_owner[owner] += 1
+
+    def _check_owner(self, owner: str) -> None:
+        config = self._config
+        if len(self._owner) >= config.max_connections:
+            raise Rejected(
+                "limit", ErrorKind.BUSY, f"the agent has {config.max_connections} connections (max_connections)"
+            )
+        limit = config.max_connections_per_peer
+        if self._by_owner[owner] >= limit:
+            raise Rejected(
+                "peer-limit",
+                ErrorKind.BUSY,
+                f"{owner} has {limit} connections to the agent (max_connections_per_peer)",
+            )
+
+    def _forget_stranger(self, session: Session) -> None:
+        self._silent.pop(session, None)
+        if session in self._strangers:
+            del self._strangers[session]
+            self._strangers_of[session.peer.uid] -= 1
+            if not self._strangers_of[session.peer.uid]:
+                del self._strangers_of[session.peer.uid]
+
+
+def _user(peer: Peer) -> str:
+    return f"user {peer.uid}"
