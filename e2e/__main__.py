@@ -33,7 +33,9 @@ def main() -> None:
     say("installing OrbitKV")
     kubectl = Kubectl(cluster.programs["kubectl"], cluster.kubeconfig)
     kubectl.apply(namespace_object(OWN_NAMESPACE, PRIVILEGED))
-    Helm(cluster.programs["helm3"], cluster.kubeconfig).install(RELEASE, OWN_NAMESPACE)
+    # the tag stays the same from build to build: what changes replaces the pods
+    values = {"operator": {"podAnnotations": {"orbitkv-test/build": build.present()}}}
+    Helm(cluster.programs["helm3"], cluster.kubeconfig).install(RELEASE, OWN_NAMESPACE, values)
     say(f"ready after {time.monotonic() - started:.0f} s")
     # the folders of kubectl and of Helm 3; the cluster's other programs need no one's PATH
     path = ":".join(cluster.programs.folder(name) for name in ("kubectl", "helm3"))

@@ -36,7 +36,7 @@ def agent_image(images: list[str]) -> str:
 @pytest.fixture(scope="module")
 def pool(installation: Installation) -> str:
     """One pool for the tests that need no other: of twelve areas of memory."""
-    return installation.make_pool(memory={"pool": "768Mi"})
+    return installation.make_pool(memory="768Mi")
 
 
 @pytest.fixture

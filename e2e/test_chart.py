@@ -269,7 +269,7 @@ def test_pool_in_use_is_kept_until_its_last_cache_is_gone(again: Installation) -
     with pytest.raises(KubectlError, match="CacheNamespaces that refer to it: 1"):
         kubectl.run("delete", "managerpool", pool)
     kubectl.delete("cachenamespace", second, namespace)
-    kubectl.wait("managerpool", pool, lambda it: not it["status"].get("cacheNamespaces"), counted, timeout=20)
+    kubectl.wait("managerpool", pool, lambda it: not it["status"].get("cacheNamespaces"), counted)
     kubectl.delete("managerpool", pool)
 
 
@@ -392,12 +392,17 @@ def test_certificates_are_renewed_while_requests_run(
     assert valid_for_long(again)
     assert {pod["metadata"]["uid"] for pod in again.operators()} == operators
 
+    renewed = fingerprint(again)
     expired = certificates.renewed(None, names(), datetime.now(UTC) - timedelta(days=4000))
     assert expired is not None
     write_certificates(again, expired)
     for pod in again.operators():
         kubectl.delete("pod", pod["metadata"]["name"], OWN_NAMESPACE, wait=0)
-    kubectl.until(lambda: valid_for_long(again), "a certificate that is valid to be served", timeout=90)
+    kubectl.until(
+        lambda: fingerprint(again) not in (0, renewed) and valid_for_long(again),
+        "a certificate of the new CA to be served",
+        timeout=90,
+    )
     assert [line["hits"] for line in engine.said()] == [8], engine.said()
     kubectl.delete("pod", engine.name, engine.namespace)
     wait_in_use(again, cache, "False")  # agents have learned of the new CA, and report

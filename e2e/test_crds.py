@@ -365,7 +365,7 @@ def _largest_pool() -> dict[str, Any]:
     requirement = {"key": key + "x" * 63, "operator": "In", "values": values}
     term = {"matchExpressions": [requirement] * 16}
     labels = {f"{key}{index:063}": values[0] for index in range(32)}
-    amounts = {f"{key}{index:063}": "0.00000000000000000000000000001" for index in range(16)}
+    amounts = {f"{key}{index:063}": "0.00000000000000000000000000001" for index in range(6)}
     pods = {
         "topologyKey": key + "t" * 63,
         "labelSelector": {"matchLabels": labels, "matchExpressions": [requirement] * 16},

@@ -116,7 +116,7 @@ def test_at_rest_nothing_is_written_and_nobody_is_restarted(world: World) -> Non
     wait(lambda: observed(world, pool), "the cache namespace to be looked at")
     time.sleep(12)  # what is written 10 s after another write has been written now
     before = world.versions()
-    deadline = time.monotonic() + float(os.environ.get("ORBITKV_TEST_REST_SECONDS", "40"))
+    deadline = time.monotonic() + float(os.environ.get("ORBITKV_TEST_REST_SECONDS", "30"))
     while time.monotonic() < deadline:
         assert acting.probe("/livez")[0] == standby.probe("/livez")[0] == 200
         time.sleep(2)
@@ -135,43 +135,6 @@ def test_at_rest_nothing_is_written_and_nobody_is_restarted(world: World) -> Non
         ("CacheNamespace", "kubectl-client-side-apply"),
         ("DaemonSet", "kube-controller-manager"),
     }
-
-
-def test_its_requests_are_covered_by_its_role_and_the_role_by_its_requests(world: World) -> None:
-    world.start()
-    pool = fresh()
-    live_through(world, pool)
-    wait(lambda: len(world.requests()) > 50, "the audit log")
-    used: set[tuple[str, str, str]] = set()
-    for request in world.requests():
-        about = request.get("objectRef")
-        if about is None or "resource" not in about:
-            continue  # discovery
-        resource = "/".join(filter(None, (about["resource"], about.get("subresource"))))
-        used.add((about.get("apiGroup", ""), resource, request["verb"]))
-    allowed = {
-        (group, resource, verb)
-        for rule in (*rights.CLUSTER_RULES, *rights.NAMESPACE_RULES)
-        for group in rule.api_groups
-        for resource in rule.resources
-        for verb in rule.verbs
-    }
-    assert used <= allowed, f"asked without a right: {used - allowed}"
-    seldom = {
-        ("authentication.k8s.io", "tokenreviews", "create"),  # reports of agents
-        ("authorization.k8s.io", "subjectaccessreviews", "create"),  # readers of metrics
-        ("discovery.k8s.io", "endpointslices", "delete"),  # another address family
-        ("events.k8s.io", "events", "create"),
-        ("networking.k8s.io", "networkpolicies", "delete"),  # when they are switched off
-        ("", "secrets", "update"),  # a certificate that is renewed
-        ("", "namespaces", "get"),  # where a watch was behind
-        ("", "nodes", "get"),
-        ("orbitkv.io", "cachenamespaces", "get"),
-        *(right for right in allowed if right[1] == "podmonitors"),  # not in this cluster
-        # of an object that is not there yet, `create` is asked for along with `patch`
-        *(right for right in allowed if right[2] == "create" and right[1] not in ("secrets", "leases")),
-    }
-    assert allowed - used <= seldom, f"rights that are not used: {allowed - used - seldom}"
 
 
 @pytest.mark.timeout(180)
@@ -198,7 +161,7 @@ def test_asked_to_stop_it_hands_over_at_once(world: World) -> None:
     wait(lambda: world.leader() is second, "the other one to take over", 20)
 
 
-def test_after_a_partition_it_converges(world: World) -> None:
+def test_after_a_partition_and_a_restart_of_the_apiserver_it_converges(world: World) -> None:
     replica = world.start()
     pool = fresh()
     world.pool(pool)
@@ -210,19 +173,11 @@ def test_after_a_partition_it_converges(world: World) -> None:
     world.proxy.heal()
     with world.kept_alive():
         world.wait_converged(pool)
-    assert not set(world.pods(pool).values()) & set(before.values())
-
-
-def test_after_a_restart_of_the_apiserver_it_converges(world: World) -> None:
-    world.start()
-    pool = fresh()
-    world.pool(pool)
-    world.wait_converged(pool)
-    with world.kept_alive():
+        assert not set(world.pods(pool).values()) & set(before.values())
         world.plane.processes.stop("apiserver")
         world.plane.start_apiserver()
         world.plane.wait_apiserver()
-        world.pool(pool, image="registry/agent:2")
+        world.pool(pool, image="registry/agent:3")
         world.wait_converged(pool)
 
 
@@ -342,30 +297,22 @@ def test_without_any_right_it_waits_and_says_so(world: World) -> None:
     wait(lambda: replica.probe("/readyz")[0] == 200, "the right to be used")
 
 
-def test_delete_works_while_no_operator_runs(world: World) -> None:
+def test_nothing_is_kept_in_the_objects_and_delete_works_while_no_operator_runs(world: World) -> None:
+    """No finalizer, and no annotation of ours on what people write."""
     replica = world.start()
     pool = fresh()
     world.pool(pool)
     world.cache(pool, pool)
     world.wait_converged(pool)
     replica.stop()
-    world.kubectl.run("delete", "cachenamespace", pool, "--namespace=default", "--timeout=20s")
-    world.kubectl.run("delete", "managerpool", pool, "--timeout=20s")
-    wait(lambda: not world.left_over(pool), "the garbage collector")
-
-
-def test_nothing_is_kept_in_the_objects(world: World) -> None:
-    """No finalizer, and no annotation of ours on what people write."""
-    world.start()
-    pool = fresh()
-    world.pool(pool)
-    world.cache(pool, pool)
-    world.wait_converged(pool)
     for kind, namespace in ((POOLS, None), (CACHES, "default")):
         found = world.api.get(kind, namespace, pool)
         assert found is not None
         assert "finalizers" not in found["metadata"]
         assert set(found["metadata"]["annotations"]) == {"kubectl.kubernetes.io/last-applied-configuration"}
+    world.kubectl.run("delete", "cachenamespace", pool, "--namespace=default", "--timeout=20s")
+    world.kubectl.run("delete", "managerpool", pool, "--timeout=20s")
+    wait(lambda: not world.left_over(pool), "the garbage collector")
 
 
 def test_children_that_people_delete_or_edit_are_repaired(world: World) -> None:
@@ -383,3 +330,40 @@ def test_children_that_people_delete_or_edit_are_repaired(world: World) -> None:
     strategy = world.api.get(DAEMON_SETS, RELEASE, name)
     assert strategy is not None and strategy["spec"]["updateStrategy"]["type"] == "OnDelete"
     assert world.pods(pool) == before and set(before) == set(NODE_NAMES)
+
+
+def test_its_requests_are_covered_by_its_role_and_the_role_by_its_requests(world: World) -> None:
+    """In what the tests above have made it ask for; alone, it makes it ask itself."""
+    if len(world.requests()) < 300:
+        world.start()
+        live_through(world, fresh())
+    used: set[tuple[str, str, str]] = set()
+    for request in world.requests():
+        about = request.get("objectRef")
+        if about is None or "resource" not in about:
+            continue  # discovery
+        resource = "/".join(filter(None, (about["resource"], about.get("subresource"))))
+        used.add((about.get("apiGroup", ""), resource, request["verb"]))
+    allowed = {
+        (group, resource, verb)
+        for rule in (*rights.CLUSTER_RULES, *rights.NAMESPACE_RULES)
+        for group in rule.api_groups
+        for resource in rule.resources
+        for verb in rule.verbs
+    }
+    assert used <= allowed, f"asked without a right: {used - allowed}"
+    seldom = {
+        ("authentication.k8s.io", "tokenreviews", "create"),  # reports of agents
+        ("authorization.k8s.io", "subjectaccessreviews", "create"),  # readers of metrics
+        ("discovery.k8s.io", "endpointslices", "delete"),  # another address family
+        ("events.k8s.io", "events", "create"),
+        ("networking.k8s.io", "networkpolicies", "delete"),  # when they are switched off
+        ("", "secrets", "update"),  # a certificate that is renewed
+        ("", "namespaces", "get"),  # where a watch was behind
+        ("", "nodes", "get"),
+        ("orbitkv.io", "cachenamespaces", "get"),
+        *(right for right in allowed if right[1] == "podmonitors"),  # not in this cluster
+        # of an object that is not there yet, `create` is asked for along with `patch`
+        *(right for right in allowed if right[2] == "create" and right[1] not in ("secrets", "leases")),
+    }
+    assert allowed - used <= seldom, f"rights that are not used: {allowed - used - seldom}"

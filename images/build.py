@@ -7,10 +7,12 @@ import hashlib
 import json
 import shutil
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from e2e.cluster.cluster import Cluster
+from e2e.cluster.node import Node
 from images import base, sbom, wheels
 from images.archive import Layout
 from tools.cache import cache_folder, locked, say
@@ -89,6 +91,11 @@ def build(base_image: str | None = None) -> list[str]:
     return [image.reference for image in IMAGES]
 
 
+def present() -> str:
+    """A name for the images as they are now: another build of other sources has another."""
+    return (RESULTS / "stamp").read_text()[:16]
+
+
 def build_all(buildah: base.Buildah, base_image: str) -> None:
     """Builds every image and writes the archive's contents and the bills of materials."""
     started = time.monotonic()
@@ -118,16 +125,22 @@ def build_all(buildah: base.Buildah, base_image: str) -> None:
 
 def load(cluster: Cluster) -> None:
     """Imports the images on every node of a cluster that does not have them as they are now. Raises ClusterError."""
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(load_node, cluster.nodes.values()))
+
+
+def load_node(node: Node) -> None:
+    """Imports the images on one node, without the layers that it has."""
     wanted = LAYOUT.digests()
-    for node in cluster.nodes.values():
-        loaded = node.folder / "images-loaded.json"
-        there = set(json.loads(loaded.read_text())) if loaded.exists() else set()
-        if there != wanted:
-            archive = node.folder / "images.tar"
-            LAYOUT.write_archive(archive, without=there)
-            node.import_image(archive)
-            archive.unlink()
-            loaded.write_text(json.dumps(sorted(wanted)))
+    loaded = node.folder / "images-loaded.json"
+    there = set(json.loads(loaded.read_text())) if loaded.exists() else set()
+    if there == wanted:
+        return
+    archive = node.folder / "images.tar"
+    LAYOUT.write_archive(archive, without=there)
+    node.import_image(archive)
+    archive.unlink()
+    loaded.write_text(json.dumps(sorted(wanted)))
 
 
 def describe(buildah: base.Buildah, image: Image) -> int:

@@ -4,7 +4,7 @@ import importlib.metadata
 from collections.abc import Iterator
 from pathlib import Path
 
-from cyclonedx.builder.this import this_component
+from cyclonedx.contrib.this.builders import this_component
 from cyclonedx.model.bom import Bom
 from cyclonedx.model.component import Component, ComponentType
 from cyclonedx.output.json import JsonV1Dot6

@@ -9,17 +9,7 @@ from pydantic import Field
 from orbitkv_crds.model import Model, Rule
 from orbitkv_crds.quantity import parse_quantity
 from orbitkv_crds.selectors import LabelSelector
-from orbitkv_crds.types import (
-    ATOMIC,
-    LabelKey,
-    LabelValue,
-    NamespaceName,
-    ObjectName,
-    Quantity,
-    Resources,
-    cel_at_most,
-    list_of,
-)
+from orbitkv_crds.types import ATOMIC, Amount, LabelKey, LabelValue, NamespaceName, ObjectName, Resources, list_of
 
 EnvName = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[-._a-zA-Z][-._a-zA-Z0-9]*$")]
 KeyName = Annotated[str, Field(min_length=1, max_length=253, pattern=r"^[-._a-zA-Z0-9]+$")]
@@ -63,7 +53,7 @@ class ResourceFieldSelector(Model):
         description="For example limits.memory.",
     )
     container_name: NamespaceName | None = Field(default=None, description="The container; the agent's if not given.")
-    divisor: Quantity | None = Field(default=None, description="Unit of the value; 1 if not given.")
+    divisor: Amount | None = Field(default=None, description="Unit of the value; 1 if not given.")
 
 
 class KeySelector(Model):
@@ -121,7 +111,7 @@ class ResourceRequirements(Model):
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
             "!has(self.requests) || !has(self.limits) || self.requests.all(name, !(name in self.limits)"
-            f" || {cel_at_most('self.requests[name]', 'self.limits[name]')})",
+            " || quantity(string(self.requests[name])).compareTo(quantity(string(self.limits[name]))) <= 0)",
             "no request may be larger than its limit",
             lambda it: all(
                 parse_quantity(amount) <= parse_quantity(it.limits[name])

@@ -93,7 +93,9 @@ class CacheReconciler:
         uid = cache.model.metadata.uid
         decision = None if pool is None else self.decisions.about(uid, pool)
         reports = self.reports.of_pool(cache.pool)
-        parts = about(reports, uid) if reports or self.reports.settled else None
+        # where none has ever reported, nothing is known; where some did and have fallen silent, nothing is in use
+        known = reports or (self.reports.settled and cache.model.status.tiers is not None)
+        parts = about(reports, uid) if known else None
         status = cache_status(cache.model, pool, decision, parts).to_body()
         if decision is not None and not decision.accepted:
             self.events.post(cache.manifest, "Warning", decision.reason, decision.message)

@@ -40,7 +40,7 @@ from orbitkv_operator.placement import wanted as wanted_nodes
 from orbitkv_operator.reconcile.ownership import Owner, owner_of
 from orbitkv_operator.reconcile.pool_status import Blocked, PoolFacts, pool_status
 from orbitkv_operator.reconcile.status_writer import StatusWriter
-from orbitkv_operator.reports.store import ReportStore, dram
+from orbitkv_operator.reports.store import ReportStore, Sums, dram
 from orbitkv_operator.settings import Settings
 from orbitkv_operator.view import View
 from orbitkv_operator.work import FORGET
@@ -127,7 +127,7 @@ def plan(
         blocked=blocked,
         waiting=waiting,
         cache_namespaces=cache_namespaces,
-        dram=_dram(name, reports),
+        dram=_dram(pool, reports),
     )
     return Plan(_to_apply(wanted_children, seen.live), _to_delete(wanted_children, seen.live, owners), facts)
 
@@ -193,9 +193,10 @@ def _max_unavailable(pool: ManagerPool, desired: int) -> int:
     return max(1, -(-desired * int(value.removesuffix("%")) // 100))
 
 
-def _dram(pool: str, store: ReportStore) -> Any:
-    reports = store.of_pool(pool)
-    return dram(reports) if reports or store.settled else None
+def _dram(pool: ManagerPool, store: ReportStore) -> Sums | None:
+    """Return the sums over all agents; None: not known, as none has ever reported, or may have had no time to."""
+    reports = store.of_pool(pool.name)
+    return dram(reports) if reports or (store.settled and pool.status.tiers is not None) else None
 
 
 def _to_apply(wanted: list[Child], live: Mapping[Resource, Manifest | None]) -> tuple[tuple[Resource, Manifest], ...]:
