@@ -161,6 +161,7 @@ def test_asked_to_stop_it_hands_over_at_once(world: World) -> None:
     wait(lambda: world.leader() is second, "the other one to take over", 20)
 
 
+@pytest.mark.timeout(240)
 def test_after_a_partition_and_a_restart_of_the_apiserver_it_converges(world: World) -> None:
     replica = world.start()
     pool = fresh()
@@ -198,6 +199,7 @@ class _AlwaysActs:
         pass
 
 
+@pytest.mark.timeout(240)
 def test_two_that_act_at_once_converge_and_come_to_rest(world: World) -> None:
     common: dict[str, Any] = {"namespace": RELEASE, "agent_image": "registry/agent:1", "pod_ip": "10.0.0.1"}
     common |= {"metrics_port": 0, "probes_port": 0, "reports_port": 0}
@@ -249,6 +251,7 @@ def test_silenced_watch_is_made_good_and_the_replica_fails_its_liveness(world: W
     wait(lambda: replica.probe("/livez")[0] == 200, "liveness to come back with the watches", 90)
 
 
+@pytest.mark.timeout(240)
 def test_missing_right_is_named_and_costs_one_request_a_second(world: World) -> None:
     role = world.kubectl.get("role", names.OPERATOR, RELEASE)
     assert role is not None
@@ -332,6 +335,7 @@ def test_children_that_people_delete_or_edit_are_repaired(world: World) -> None:
     assert world.pods(pool) == before and set(before) == set(NODE_NAMES)
 
 
+@pytest.mark.timeout(240)
 def test_its_requests_are_covered_by_its_role_and_the_role_by_its_requests(world: World) -> None:
     """In what the tests above have made it ask for; alone, it makes it ask itself."""
     if len(world.requests()) < 300:

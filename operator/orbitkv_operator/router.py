@@ -60,7 +60,7 @@ class Router:
         elif resource is CACHES:
             self.queue.add(cache_key(*name), TOGETHER_SECONDS)
             if matters:
-                self.queue.add(pool_key(pool), SETTLE_SECONDS)
+                self.queue.add(pool_key(pool), TOGETHER_SECONDS)  # somebody may wait to delete it
                 self._caches_of(pool)  # a guarantee may have become free
         elif resource is NODES and matters:
             self._all_pools(SETTLE_SECONDS)
