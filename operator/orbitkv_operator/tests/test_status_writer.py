@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from orbitkv_operator.cluster.api import POOLS
+from orbitkv_operator.cluster.api import CACHES, POOLS
 from orbitkv_operator.reconcile.status_writer import LastWrites, StatusWriter, wait_for
-from orbitkv_operator.tests.fakes import FakeApi, pool_body
+from orbitkv_operator.tests.fakes import FakeApi, cache_body, pool_body
 
 
 def status(ready: str = "True", used: str = "1Gi", caches: int = 1, **more: Any) -> dict[str, Any]:
@@ -57,10 +57,10 @@ def test_pool_that_nobody_refers_to_any_more_shows_it_without_waiting() -> None:
 def test_three_writes_a_second_in_all() -> None:
     api, now = FakeApi(), [1000.0]
     writer = StatusWriter(api, clock=lambda: now[0])
-    bodies = [api.add(POOLS, pool_body(f"pool-{number}")) for number in range(100)]
+    bodies = [api.add(CACHES, cache_body(f"cache-{number}")) for number in range(100)]
     waiting = bodies
     while waiting:
-        waiting = [body for body in waiting if writer.write(POOLS, body, status()) is not None]
+        waiting = [body for body in waiting if writer.write(CACHES, body, status()) is not None]
         now[0] += 0.05
     assert len(api.writes) == 100
     assert 32 <= now[0] - 1000 <= 36
@@ -69,13 +69,21 @@ def test_three_writes_a_second_in_all() -> None:
 def test_who_waits_is_given_a_time_and_need_not_ask_before() -> None:
     api, now = FakeApi(), 1000.0
     writer = StatusWriter(api, clock=lambda: now)
-    bodies = [api.add(POOLS, pool_body(f"pool-{number}")) for number in range(30)]
-    waits = [writer.write(POOLS, body, status()) or 0.0 for body in bodies]
+    bodies = [api.add(CACHES, cache_body(f"cache-{number}")) for number in range(30)]
+    waits = [writer.write(CACHES, body, status()) or 0.0 for body in bodies]
     assert waits == pytest.approx([number / 3 for number in range(30)])
     for body, wait in zip(bodies[1:], waits[1:], strict=True):
         now = 1000.001 + wait
-        assert writer.write(POOLS, body, status()) is None
+        assert writer.write(CACHES, body, status()) is None
     assert len(api.writes) == 30
+
+
+def test_pool_does_not_wait_behind_a_thousand_caches() -> None:
+    api, now = FakeApi(), 1000.0
+    writer = StatusWriter(api, clock=lambda: now)
+    for number in range(1000):
+        writer.write(CACHES, api.add(CACHES, cache_body(f"cache-{number}")), status())
+    assert writer.write(POOLS, api.add(POOLS, pool_body()), status()) is None
 
 
 def test_status_is_not_written_to_another_object_of_the_same_name() -> None:
