@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +25,7 @@ from orbitkv_crds.managerpool import ManagerPool
 from orbitkv_crds.schema import KINDS, Kind, crds
 from orbitkv_crds.tests.cases import Case, cases
 
-MODULES = (programs.CLUSTER[0], *programs.OTHER_APISERVERS)
+MODULES = programs.tested_apiservers()
 CASES = cases()
 POOLS, CACHES = KINDS
 TABLE = "application/json;as=Table;v=v1;g=meta.k8s.io"
@@ -119,10 +118,6 @@ def serves(api: Apiserver, kind: Kind) -> bool:
 @pytest.fixture(scope="module", params=MODULES, ids=lambda module: module.version())
 def apiserver(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apiserver]:
     module = request.param
-    if module is not MODULES[0] and not programs.built((module,)):
-        message = f"not tested on Kubernetes {module.version()}: `make test ONLY=api-versions` builds its apiserver"
-        warnings.warn(message, stacklevel=1)
-        pytest.skip(message)
     program = programs.ensure((module,))["kube-apiserver"]
     with standalone(program, tmp_path_factory.mktemp("apiserver")) as plane:
         api = Apiserver(plane)

@@ -4,7 +4,6 @@ On the cluster's own version, and on the oldest and newest that are supported wh
 """
 
 import json
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +22,7 @@ from e2e.support.helm import CHART, Helm, HelmError
 from e2e.support.installation import PRIVILEGED, cache_object, namespace_object, pool_object
 from e2e.support.kubectl import Kubectl, KubectlError, Object
 
-OWN = programs.CLUSTER[0]
-MODULES = (OWN, *programs.OTHER_APISERVERS)
+MODULES = programs.tested_apiservers()
 EXAMPLES = CHART.parents[1] / "examples" / "kubernetes"
 DEFINITIONS = {"managerpools.orbitkv.io", "cachenamespaces.orbitkv.io"}
 
@@ -52,10 +50,6 @@ class Server:
 @pytest.fixture(scope="module", params=MODULES, ids=lambda module: module.version())
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     module = request.param
-    if module is not OWN and not programs.built((module,)):
-        message = f"not tested on Kubernetes {module.version()}: `make test ONLY=api-versions` builds its apiserver"
-        warnings.warn(message, stacklevel=1)
-        pytest.skip(message)
     built = programs.Programs(programs.CLUSTER)
     program = programs.ensure((module,))["kube-apiserver"]
     with standalone(program, tmp_path_factory.mktemp("apiserver")) as plane:

@@ -180,6 +180,8 @@ def ensure(modules: tuple[Module, ...] = CLUSTER) -> Programs:
     return Programs(modules)
 
 
-def built(modules: tuple[Module, ...]) -> bool:
-    """Whether all programs of `modules` are there."""
-    return not any(module.missing() for module in modules)
+def tested_apiservers() -> tuple[Module, ...]:
+    """The apiservers that schemas and chart are tested on: the cluster's own, and with
+    ORBITKV_TEST_API_VERSIONS=1 (`make test ONLY=api-versions`) the oldest and the newest too."""
+    others = OTHER_APISERVERS if os.environ.get("ORBITKV_TEST_API_VERSIONS") else ()
+    return (CLUSTER[0], *others)
