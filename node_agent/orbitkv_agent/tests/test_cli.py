@@ -343,7 +343,7 @@ def test_config_as_json(capsys: pytest.CaptureFixture[str]) -> None:
         (["serve", "extra"], "'extra' is not known here"),
         (["srve"], "invalid choice: 'srve'"),
         ([], "COMMAND"),
-        (["serve", "--mode", "cuda"], "mode is 'cuda' (flag --mode): only host mode is there in this release"),
+        (["serve", "--mode", "gpu"], "mode is 'gpu' (flag --mode): must be 'auto', 'host' or 'cuda'"),
         (["serve", "--pool", "4x", "--log-level", "info"], "pool is '4x' (flag --pool): must be a size"),
     ],
 )
