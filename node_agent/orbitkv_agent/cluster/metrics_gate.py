@@ -17,7 +17,9 @@ ALLOWED_S: Final = 600.0
 """A yes is remembered for so long,"""
 DENIED_S: Final = 30.0
 """a no only for so long: rights may just be on their way."""
-_SPACING_S: Final = 0.2
+_CHECKS_A_SECOND: Final = 5.0
+_BURST: Final = 5.0
+"""Tokens that are checked at once after a rest: several readers may come at the same moment."""
 _MOST: Final = 1024
 PATH: Final = "/metrics"
 
@@ -40,11 +42,12 @@ class MetricsGate:
     ) -> None:
         self._may_get = may_get
         self._clock = clock
-        # Invariant: `_verdicts` holds only what the apiserver said; `_next` is when it may be asked again.
-        # The lock is not held while it is asked.
+        # Invariant: `_verdicts` holds only what the apiserver said; `_checks` is how often it might have been asked at
+        # `_counted`. The lock is not held while it is asked.
         self._lock = threading.Lock()
         self._verdicts: dict[bytes, _Verdict] = {}
-        self._next = 0.0
+        self._checks = _BURST
+        self._counted = clock()
 
     def __call__(self, authorization: str) -> tuple[int, str]:
         """Return an HTTP status for a header `Authorization` (200: go on) and words."""
@@ -58,9 +61,11 @@ class MetricsGate:
             known = self._verdicts.get(digest)
             if known is not None and now < known.until:
                 return known.status, known.words
-            if now < self._next:
+            self._checks = min(_BURST, self._checks + (now - self._counted) * _CHECKS_A_SECOND)
+            self._counted = now
+            if self._checks < 1:
                 return 429, "too many tokens are being checked; try again"
-            self._next = now + _SPACING_S
+            self._checks -= 1
         try:
             valid, allowed = self._may_get(token, PATH)
         except ApiError as error:

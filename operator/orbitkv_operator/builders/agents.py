@@ -108,6 +108,7 @@ def agent_config(pool: ManagerPool) -> str:
             "socket_path": names.SOCKET_PATH,
             "metrics_address": f"0.0.0.0:{pool.spec.metrics.port}",
             "log_format": "json",
+            "mode": "host",  # the only one that a pool can ask for; an agent must not take a GPU that it happens to see
             "drain_timeout_ms": DRAIN_SECONDS * 1000,
             "cluster": {"pool": pool.metadata.name},
         },

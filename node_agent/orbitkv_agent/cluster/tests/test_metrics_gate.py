@@ -61,7 +61,10 @@ def test_no_answer_is_not_remembered(gate: MetricsGate, api: FakeApiserver, cloc
     assert gate("Bearer reader")[0] == 200
 
 
-def test_a_flood_of_tokens_does_not_flood_the_apiserver(gate: MetricsGate, api: FakeApiserver) -> None:
+def test_a_flood_of_tokens_does_not_flood_the_apiserver(gate: MetricsGate, api: FakeApiserver, clock: Clock) -> None:
     statuses = [gate(f"Bearer forged-{number}")[0] for number in range(50)]
-    assert statuses == [401] + [429] * 49
-    assert api.requests[TOKEN_REVIEWS] == 1
+    assert statuses == [401] * 5 + [429] * 45
+    clock.now += 0.5
+    statuses = [gate(f"Bearer forged-again-{number}")[0] for number in range(50)]
+    assert statuses == [401] * 2 + [429] * 48
+    assert api.requests[TOKEN_REVIEWS] == 7
