@@ -15,4 +15,4 @@ def _names(pattern: str, *, in_tests: bool) -> set[str]:
 
 def test_every_guard_is_named_used_and_pinned_by_a_test() -> None:
     assert _names(r'(?<!\.)guard\(\s*"([\w-]+)"', in_tests=False) == NAMES
-    assert NAMES <= _names(r'mark\.guard\("([\w-]+)"\)', in_tests=True)  # they also pin guards of the client
+    assert _names(r'mark\.guard\("([\w-]+)"\)', in_tests=True) >= NAMES  # they also pin guards of the client
