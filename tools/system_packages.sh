@@ -23,7 +23,7 @@ missing=()
 if [ "${1:-}" = engine ]; then
     # vLLM's CPU kernels are linked against it, and its wheel does not carry it
     ldconfig=$(command -v ldconfig || echo /sbin/ldconfig)
-    "$ldconfig" -p | grep -q 'libnuma\.so\.1' || missing+=(libnuma1)
+    "$ldconfig" -p | grep 'libnuma\.so\.1' > /dev/null || missing+=(libnuma1)
 fi
 if [ "${1:-}" = cluster ]; then
     PATH=$PATH:/usr/sbin:/sbin
