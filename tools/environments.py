@@ -77,7 +77,7 @@ def pytest_command(kind: Kind) -> list[str]:
     if kind == "dev":
         return [sys.executable, "-m", "pytest", f"--ignore={ENGINE_TESTS}", f"--ignore={CLUSTER_TESTS}"]
     if kind == "cluster":
-        return [sys.executable, "-m", "pytest"]
+        return [sys.executable, "-m", "pytest", "--reruns=1", "-rR"]
     # What vLLM leaves behind when it is taken down is not ours to judge; and an engine takes up to a minute to start.
     options = ["-W", "default::pytest.PytestUnraisableExceptionWarning", "--timeout=300"]
     return [str(engine_env.ensure()), "-m", "pytest", *options]
