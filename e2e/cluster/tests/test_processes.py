@@ -58,6 +58,7 @@ def test_a_process_that_is_never_ready_is_named_too(processes: Processes) -> Non
 
 def test_what_was_stopped_starts_again_as_before(processes: Processes) -> None:
     processes.start("speaker", ["sh", "-c", "echo $GREETING; sleep 60"], {"GREETING": "good day"})
+    processes.wait_ready("speaker", lambda: processes.log("speaker").read_text() == "good day\n", "a greeting")
     processes.stop("speaker")
     processes.restart("speaker")
     processes.wait_ready("speaker", lambda: processes.log("speaker").read_text() == "good day\n" * 2, "two greetings")
