@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 CONTEXT_BYTES: Final = 600 << 20
 """What the agent's context may take of a GPU; more is reported."""
 
-Key = tuple[int, bytes]
+Key = tuple[Hashable, bytes]
 """An allocation: the process that exported it, and its handle."""
 
 
@@ -58,7 +58,9 @@ class Gpu:
 
     # ---------------------------------------------------------------------------------------- the owner thread
 
-    def open(self, process: int, handles: Sequence[bytes], sizes: Sequence[int], opened: Callable[..., None]) -> None:
+    def open(
+        self, process: Hashable, handles: Sequence[bytes], sizes: Sequence[int], opened: Callable[..., None]
+    ) -> None:
         """Map allocations; `opened(Imported | str)` is called on the owner thread, with the reason if it failed."""
 
         def work() -> None:
@@ -121,7 +123,7 @@ class Gpu:
                 CONTEXT_BYTES >> 20,
             )
 
-    def _import(self, process: int, handles: Sequence[bytes], sizes: Sequence[int]) -> Imported | str:
+    def _import(self, process: Hashable, handles: Sequence[bytes], sizes: Sequence[int]) -> Imported | str:
         keys: list[Key] = []
         addresses: list[int] = []
         why = ""
