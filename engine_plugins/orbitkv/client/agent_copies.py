@@ -142,7 +142,6 @@ class AgentCopies:
 
     def _end(self, handle: RestoreHandle, state: RecordState | None) -> None:
         if state is RecordState.DONE:
-            handle.layers_ready = max(layout.size.size for layout in handle.registration.layouts.values())
             self._end_restore(handle, RestoreStatus.DONE)
         else:
             handle.error = OrbitKVError(ErrorKind.INTERNAL, "the agent could not copy all of it; its log says why")

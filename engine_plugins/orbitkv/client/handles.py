@@ -74,7 +74,6 @@ class RestoreHandle:
 
     Attributes:
         after: where the engine's stream must have come before the blocks may be written.
-        layers_ready: number of layers whose bytes are in place (rises layer by layer under `layer_order`).
         error: why it failed.
     """
 
@@ -94,7 +93,7 @@ class RestoreHandle:
         self.layer_order = layer_order
         self._status = RestoreStatus.PENDING
         self._record: tuple[RecordReader, RecordRef] | None = None
-        self.layers_ready = 0
+        self._layers_ready = 0
         self.error: OrbitKVError | None = None
         self.changed = threading.Condition()
 
@@ -106,6 +105,19 @@ class RestoreHandle:
             if records.state(ref) is RecordState.DONE:
                 return RestoreStatus.DONE
         return self._status
+
+    @property
+    def layers_ready(self) -> int:
+        """Number of layers whose bytes are in place: all once it is done, before that layer by layer in `layer_order`."""
+        if self.status is RestoreStatus.DONE:
+            return self.registration.layers
+        return self._layers_ready
+
+    def layers_in_place(self, layers: int) -> None:
+        """The first `layers` layers are in place (transfer thread); wakes whoever waits."""
+        with self.changed:
+            self._layers_ready = layers
+            self.changed.notify_all()
 
     def advance(self, status: RestoreStatus) -> None:
         """Move on (transfer thread, or the caller before it is handed over) and wake whoever waits."""

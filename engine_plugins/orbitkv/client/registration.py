@@ -38,6 +38,7 @@ class GpuRegistration:
     Attributes:
         id: the agent's number for it.
         page_bytes: unpadded page size of each group, in bytes.
+        layers: number of layers, of the group that has most.
         proof_required: nothing hits until `report_proof` said that the layout is right.
         retired: it accepts nothing new.
     """
@@ -61,6 +62,7 @@ class GpuRegistration:
         addresses = [allocation.address for allocation in allocations]
         self.layouts = {geometry.group: GroupLayout(geometry, addresses) for geometry in groups}
         self.page_bytes = [layout.page_bytes for layout in self.layouts.values()]
+        self.layers = max((layout.size.size for layout in self.layouts.values()), default=0)
 
     def image(self, group: int, block: int) -> npt.NDArray[np.uint8]:
         """Return the page image of one block, gathered as a save would: (page_bytes,) uint8.

@@ -363,9 +363,7 @@ class Transfers:
             per_layer = np.cumsum(layout.size) * blocks.size
             for done in copy.chunks():
                 if handle.layer_order:
-                    handle.layers_ready = int(np.searchsorted(per_layer, done, side="right"))
-                    self._changed(handle)
-            handle.layers_ready = layout.size.size
+                    handle.layers_in_place(int(np.searchsorted(per_layer, done, side="right")))
 
     def _save(self, batch: list[SaveHandle]) -> None:
         if self._agent is not None:
@@ -443,11 +441,6 @@ class Transfers:
     def _end_restore(self, handle: RestoreHandle, status: RestoreStatus) -> None:
         self.restores_ended += 1
         handle.advance(status)
-
-    @staticmethod
-    def _changed(handle: RestoreHandle) -> None:
-        with handle.changed:
-            handle.changed.notify_all()
 
     @staticmethod
     def _wake_waiters(handle: SaveHandle) -> None:
