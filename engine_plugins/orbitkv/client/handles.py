@@ -108,7 +108,7 @@ class RestoreHandle:
 
     @property
     def layers_ready(self) -> int:
-        """Number of layers whose bytes are in place: all once it is done, before that layer by layer in `layer_order`."""
+        """Number of layers whose bytes are in place: all once it is done; in `layer_order` they come one by one."""
         if self.status is RestoreStatus.DONE:
             return self.registration.layers
         return self._layers_ready
