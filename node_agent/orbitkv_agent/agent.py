@@ -20,6 +20,7 @@ from orbitkv.protocol.messages import (
     CommitSave,
     ConfigureNamespace,
     Done,
+    EngineReport,
     GetStatus,
     Goodbye,
     MapArenas,
@@ -100,7 +101,7 @@ class Agent:
     def __init__(self, config: AgentConfig, loop: Loop | None = None, driver: Driver | None = None) -> None:
         self.config = config
         self.boot_id = secrets.token_hex(16)
-        self.loop = loop or Loop()
+        self.loop = loop or Loop(busy_poll_s=config.busy_poll_us / 1e6)
         self.counters = Counters()
         self.started = self.loop.now()
         self.draining = False
@@ -234,6 +235,7 @@ class Agent:
                 MapArenas: self.device.map_arenas,
                 SyncArenas: lambda session, sequence, message: self.device.sync_arenas(session, message),
                 RenewToken: self._renew_token,
+                EngineReport: self._engine_report,
                 TakeEvents: lambda session, sequence, message: self.events.take(session, message),
                 GetStatus: self._status,
                 ConfigureNamespace: self._configure,
@@ -301,6 +303,10 @@ class Agent:
 
     def _renew_token(self, session: Session, sequence: int, message: RenewToken) -> Reply:
         self.admission.renew(session, message.token)
+        return Done()
+
+    def _engine_report(self, session: Session, sequence: int, message: EngineReport) -> Reply:
+        self.admission.reported(session, message.engine, message.reason, message.message)
         return Done()
 
     def _namespace_reset(self, name: str) -> None:

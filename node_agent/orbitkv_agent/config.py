@@ -173,6 +173,13 @@ class AgentConfig(BaseModel):
         description="The same for one engine alone.",
         json_schema_extra=_default("the whole budget"),
     )
+    busy_poll_us: int = Field(
+        default=100,
+        ge=0,
+        le=1000,
+        description="While requests come one upon the other, look so long for the next one without sleeping: answers "
+        "come sooner, for a little processor time. 0 where the agent has less than a processor of its own.",
+    )
     reply_ttl_ms: int = Field(
         default=60_000, ge=1, description="Time after which pages promised to an engine return unasked."
     )

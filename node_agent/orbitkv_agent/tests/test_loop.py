@@ -4,6 +4,7 @@ import logging
 import os
 import select
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -68,6 +69,25 @@ def test_a_descriptor_is_watched_until_it_is_forgotten(loop: Loop) -> None:
     assert seen == [b"a"]
     os.close(reader)
     os.close(writer)
+
+
+def test_looking_for_more_ends_when_nothing_comes_and_keeps_no_timer_waiting() -> None:
+    loop = Loop(busy_poll_s=0.2)
+    for _ in range(3):  # events in a row: from now on it looks instead of sleeping
+        loop.post(lambda: None)
+        loop.run_once(1)
+    due: list[float] = []
+    start = loop.now()
+    loop.call_later(0.02, lambda: due.append(loop.now() - start))
+    loop.run_once(1)
+    assert len(due) == 1 and 0.02 <= due[0] < 0.2
+    loop.run_once(0.5)
+    used = time.thread_time()
+    loop.run_once(0.5)
+    loop.run_once(0.5)
+    assert time.thread_time() - used < 0.1, "it looked for events while none came, instead of sleeping"
+    assert loop.longest_turn_s < 0.1, "looking is nobody's turn"
+    loop.close()
 
 
 def test_a_handler_that_forgets_another_keeps_it_from_running(loop: Loop) -> None:
