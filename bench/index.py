@@ -15,6 +15,7 @@ from tools.harness.memory_engine import MemoryEngine, numbered_hashes, temporary
 
 SMALL, LARGE = 100_000, 2_000_000
 STEP = 20_480
+MACHINE_SECONDS = 20.0
 
 
 def run() -> list[Figure]:
@@ -30,14 +31,16 @@ def run() -> list[Figure]:
         _fill(engine, SMALL, LARGE)
         large_bytes = (_own_bytes(agent) - empty) / LARGE
         large = _spread_latencies(engine, LARGE)
-        pause_ms = agent.status()["agent"]["longest_turn_ms"]
+        pause_ms = float(agent.status()["agent"]["longest_turn_ms"])
+    say(f"  how long this machine itself holds up a thread, in {MACHINE_SECONDS:.0f} s")
+    machine_ms = _machine_pause_ms(MACHINE_SECONDS)
     small_us, large_us = percentile(small, 50), percentile(large, 50)
     return [
         Figure("bytes_per_page", max(small_bytes, large_bytes), "bytes", bound=400),
         Figure("bytes_per_page_100k", small_bytes, "bytes"),
         Figure("query_2m_us", large_us, "us", baseline=small_us),
         Figure("query_2m_ratio", large_us / small_us, "ratio", bound=1.2),
-        Figure("longest_pause_ms", float(pause_ms), "ms", bound=2),
+        Figure("longest_pause_ms", pause_ms, "ms", baseline=machine_ms, bound=2),
     ]
 
 
@@ -56,6 +59,21 @@ def _spread_latencies(engine: MemoryEngine, pages: int) -> list[float]:
         first = turn * 7919 * 64 % (pages - 64)
         samples += latencies(engine, numbered_hashes(64, first=first), 1)
     return samples
+
+
+def _machine_pause_ms(seconds: float) -> float:
+    """Longest step of a thread's own clock while the thread does nothing but read it.
+
+    That is what a virtual machine's host, or an interrupt, takes from a thread and the kernel counts as its own time:
+    the agent's longest turn cannot be told apart from it.
+    """
+    clock, end, longest = time.thread_time, time.monotonic() + seconds, 0.0
+    last = clock()
+    while time.monotonic() < end:
+        now = clock()
+        longest = max(longest, now - last)
+        last = now
+    return longest * 1000
 
 
 def _own_bytes(agent: AgentProcess) -> int:
