@@ -137,17 +137,21 @@ class PluginConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Args:
             extra: the engine's `kv_connector_extra_config`; keys without the prefix `orbitkv.` are not ours.
             environ: the process's environment; variables that name no setting are not ours.
-            injected: `extra` was written by an operator, perhaps a newer one: a key that this release does not know
-                becomes a warning in the log instead of an error.
+            injected: an operator put the plugin here, perhaps a newer one: what this release does not know becomes a
+                warning in the log instead of an error, and a missing agent never ends the engine's start unless
+                `on_missing` says so.
             namespace_options: `Welcome.namespace_options` of an open session.
 
         Raises:
             ConfigError: a key is unknown or announced only, or a value breaks its rule.
         """
-        values: dict[str, Any] = {}
+        values: dict[str, Any] = {"on_missing": "run"} if injected else {}
         for name in NOT_THERE_YET:
-            if _variable(name) in environ:
+            if _variable(name) not in environ:
+                continue
+            if not injected:
                 raise _announced_only(f"the environment variable {_variable(name)}")
+            _warn_unknown(_variable(name))
         for name, setting in SETTINGS.items():
             text = environ.get(setting.variable)
             if text is not None and not _is_service_link(name, text):
@@ -158,10 +162,10 @@ class PluginConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             name = key.removeprefix(KEY_PREFIX)
             if name in SETTINGS:
                 values[name] = SETTINGS[name].check(value, key)
+            elif injected:
+                _warn_unknown(key)
             elif name in NOT_THERE_YET:
                 raise _announced_only(f"the key {key}")
-            elif injected:
-                logger.warning("%s was ignored: this release of OrbitKV does not know it", key)
             else:
                 known = ", ".join(KEY_PREFIX + other for other in nearest_first(name, SETTINGS))
                 raise ConfigError(f"{key}: there is no such setting. The settings are (nearest first): {known}")
@@ -231,6 +235,10 @@ class Setting(NamedTuple):
         if self.name == "queue_warmup" and checked:
             raise _announced_only(f"{given_as} = true")
         return checked
+
+
+def _warn_unknown(given_as: str) -> None:
+    logger.warning("%s was ignored: this release of OrbitKV does not know it", given_as)
 
 
 def _announced_only(what: str) -> ConfigError:

@@ -14,6 +14,7 @@ from orbitkv.protocol.errors import ErrorKind, OrbitKVError, SaveNotSubmittedErr
 from orbitkv.protocol.messages import (
     Allocation,
     AttachInstance,
+    EngineReport,
     Events,
     GroupGeometry,
     Instance,
@@ -115,6 +116,16 @@ class CacheManagerClient:
         if not isinstance(reply, Pong):
             raise OrbitKVError(ErrorKind.INTERNAL, f"a ping was answered with {type(reply).__name__}")
         return reply.ok, reply.message
+
+    def report_engine(
+        self, engine: str, reason: str = "", message: str = "", *, timeout_ms: float | None = None
+    ) -> None:
+        """Tell the agent which engine this is (name and version) and, if it does not use the cache, why.
+
+        Raises:
+            OrbitKVError: the agent did not take it; one of an earlier release never does (INVALID).
+        """
+        self._session.connection.call(EngineReport(engine, reason, message), self._within(timeout_ms))
 
     def peer_alive(self) -> bool:
         """Whether the agent's process exists: true also when it is stalled. Asks the kernel, not the agent.

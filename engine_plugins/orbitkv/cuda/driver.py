@@ -201,6 +201,9 @@ _OPTIONAL: Final[dict[str, tuple[Any, ...]]] = {
     "cuMemcpyBatchAsync": (_POINTER, _POINTER, _POINTER, _SIZE, _POINTER, _POINTER, _SIZE, _POINTER, _POINTER),
 }
 
+FUNCTION_NAMES: Final = tuple(_FUNCTIONS)
+"""What a library has to have to be taken for the driver's."""
+
 
 class LibCuda:
     """The driver of this machine (`Driver`).

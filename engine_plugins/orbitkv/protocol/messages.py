@@ -159,6 +159,19 @@ class RenewToken(Message, tag=8):
 # ---------------------------------------------------------------------------------------------- instance, registration
 
 
+class EngineReport(Message, tag=18):
+    """What a client knows of its engine: which it is and, if it does not use the cache, why.
+
+    `engine` is a name and a version ("vllm 0.32.0"). `reason` is one of `reasons.OffReason`, or "" for an engine that
+    uses the cache; `message` is for people and says what to do. An agent of an earlier release does not know this
+    message and refuses it.
+    """
+
+    engine: str
+    reason: str = ""
+    message: str = ""
+
+
 class AttachInstance(Message, tag=10):
     """The scheduler of an engine joins its instance.
 
@@ -503,9 +516,9 @@ class ConfigureNamespace(Message, tag=62):
 
 
 Request = (
-    Hello | Ping | Goodbye | RenewToken | AttachInstance | Register | Unregister | ProofReport | ResetInstance | Query
-    | PollQuery | CancelQuery | Release | StartRestore | RestoreDone | SubmitSaves | CommitSave | MapArenas | SyncArenas
-    | TakeEvents | GetStatus | ConfigureNamespace
+    Hello | Ping | Goodbye | RenewToken | EngineReport | AttachInstance | Register | Unregister | ProofReport
+    | ResetInstance | Query | PollQuery | CancelQuery | Release | StartRestore | RestoreDone | SubmitSaves | CommitSave
+    | MapArenas | SyncArenas | TakeEvents | GetStatus | ConfigureNamespace
 )  # fmt: skip
 Reply = (
     Welcome | Refusal | Done | Pong | InstanceState | Registered | ResetDone | Loading | Ready | Nothing | RestorePlan

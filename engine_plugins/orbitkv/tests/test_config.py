@@ -91,12 +91,26 @@ def test_unknown_key_that_was_injected_is_a_warning(caplog: pytest.LogCaptureFix
 
 
 @pytest.mark.parametrize("name", NOT_THERE_YET)
-@pytest.mark.parametrize("injected", [False, True])
-def test_announced_setting_is_refused_as_not_there_yet(name: str, injected: bool) -> None:
+def test_announced_setting_is_refused_as_not_there_yet(name: str) -> None:
     with pytest.raises(ConfigError, match=f"orbitkv.{name} .*not there yet"):
-        PluginConfig.load({f"orbitkv.{name}": "x"}, {}, injected=injected)
+        PluginConfig.load({f"orbitkv.{name}": "x"}, {})
     with pytest.raises(ConfigError, match=f"ORBITKV_{name.upper()} .*not there yet"):
-        PluginConfig.load({}, {f"ORBITKV_{name.upper()}": "x"}, injected=injected)
+        PluginConfig.load({}, {f"ORBITKV_{name.upper()}": "x"})
+
+
+@pytest.mark.parametrize("name", NOT_THERE_YET)
+def test_a_newer_operators_setting_never_keeps_an_engine_from_starting(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = PluginConfig.load({f"orbitkv.{name}": "x"}, {f"ORBITKV_{name.upper()}": "x"}, injected=True)
+    assert found == PluginConfig(on_missing="run")
+    assert f"orbitkv.{name} was ignored" in caplog.text
+    assert f"ORBITKV_{name.upper()} was ignored" in caplog.text
+
+
+def test_an_injected_engine_starts_without_an_agent_unless_told_otherwise() -> None:
+    assert PluginConfig.load({}, {}, injected=True).on_missing == "run"
+    assert PluginConfig.load({}, {"ORBITKV_ON_MISSING": "fail"}, injected=True).on_missing == "fail"
 
 
 def test_queue_warmup_may_only_be_off() -> None:

@@ -22,6 +22,7 @@ from typing import Generic, Protocol, TypeVar
 
 from orbitkv.client import CacheManagerClient, ErrorKind, OrbitKVError
 from orbitkv.config import PluginConfig
+from orbitkv.protocol.reasons import OffReason
 
 logger = logging.getLogger("vllm.orbitkv")
 
@@ -49,7 +50,16 @@ A = TypeVar("A", bound=Attached)
 
 
 class Off(Exception):
-    """This engine cannot use the cache at all; the message says why. It is not tried again."""
+    """This engine cannot use the cache at all; the message says why. It is not tried again.
+
+    Args:
+        message: what was found, and what can be done.
+        reason: in one word.
+    """
+
+    def __init__(self, message: str, reason: OffReason = OffReason.PLUGIN_ERROR) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class Attachment(Generic[A]):

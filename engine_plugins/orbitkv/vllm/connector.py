@@ -25,8 +25,11 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from orbitkv.config import PluginConfig
 from orbitkv.guards import guard
+from orbitkv.injection import StayOff, is_injected, stay_off
 from orbitkv.protocol.messages import Instance
+from orbitkv.protocol.reasons import OffReason
 
+from .injected import engine_name
 from .metadata import StepMetadata
 from .served import off_reasons
 from .stats import OrbitKVPromMetrics, OrbitKVStats
@@ -82,19 +85,38 @@ class OrbitKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: WorkerHalf | None = None
         self._errors = 0
         transfer = vllm_config.kv_transfer_config
-        config = PluginConfig.load(transfer.kv_connector_extra_config, os.environ)
-        reasons = off_reasons(vllm_config, kv_cache_config)
-        if reasons and guard("vllm-whole-model"):
-            for reason in reasons:
-                logger.warning("OrbitKV is off for this engine, which serves on without it. %s", reason)
-            return
-        # vLLM gives every configuration a new instance id when it is made, so a restarted engine has another one, and
-        # hands the configuration as it is to all processes of the engine.
-        instance = Instance(transfer.engine_id, vllm_config.instance_id)
-        if role == KVConnectorRole.SCHEDULER:
-            self._scheduler = self._make_scheduler(config, instance)
+        try:
+            config = settings_of(vllm_config)
+            reasons = off_reasons(vllm_config, kv_cache_config)
+            if reasons and guard("vllm-whole-model"):
+                self._serve_without("; ".join(reasons), role)
+                return
+            # vLLM gives every configuration a new instance id when it is made, so a restarted engine has another one,
+            # and hands the configuration as it is to all processes of the engine.
+            instance = Instance(transfer.engine_id, vllm_config.instance_id)
+            if role == KVConnectorRole.SCHEDULER:
+                self._scheduler = self._make_scheduler(config, instance)
+            else:
+                self._worker = self._make_worker(config, instance)
+        except Exception as error:
+            if not is_injected():
+                raise
+            self._failed_to_start(error)
+
+    @staticmethod
+    def _serve_without(why: str, role: KVConnectorRole) -> None:
+        if is_injected() and role == KVConnectorRole.SCHEDULER:
+            stay_off(logger, engine_name(), StayOff(OffReason.FEATURE_NOT_SERVED, why))
         else:
-            self._worker = self._make_worker(config, instance)
+            logger.warning("OrbitKV is off for this engine, which serves on without it. %s", why)
+
+    @staticmethod
+    def _failed_to_start(error: Exception) -> None:
+        """The engine of somebody who only annotated a pod starts, whatever happens here."""
+        logger.debug("OrbitKV: the connector failed to start", exc_info=error)
+        stay_off(
+            logger, engine_name(), StayOff(OffReason.PLUGIN_ERROR, f"the connector failed: {error!r}; please report it")
+        )
 
     def _make_scheduler(self, config: PluginConfig, instance: Instance) -> SchedulerHalf:
         from .scheduler import SchedulerHalf
@@ -172,7 +194,7 @@ class OrbitKVConnector(KVConnectorBase_V1, SupportsHMA):
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
         """On GPUs, ask for the layout in which a page is one piece, unless told to take what comes."""
-        config = PluginConfig.load(vllm_config.kv_transfer_config.kv_connector_extra_config, os.environ)
+        config = settings_of(vllm_config)
         if config.kv_layout != "auto" or config.mode == "save_only":
             return None
         from vllm.platforms import current_platform
@@ -293,6 +315,12 @@ class OrbitKVConnector(KVConnectorBase_V1, SupportsHMA):
         except LayoutRefusedError as error:
             self._worker.turn_off(str(error))
             return
+        except Exception as error:
+            if not is_injected():
+                raise
+            self._failed_to_start(error)
+            self._worker.turn_off(f"reading the layout failed: {error!r}")
+            return
         self._worker.register(layout)
 
     @contained(_nothing)
@@ -364,6 +392,16 @@ class OrbitKVConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.shutdown()
         if self._worker is not None:
             self._worker.shutdown()
+
+
+def settings_of(vllm_config: Any) -> PluginConfig:
+    """The plugin's settings for an engine.
+
+    Raises:
+        ConfigError: one is wrong.
+    """
+    extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+    return PluginConfig.load(extra, os.environ, injected=is_injected())
 
 
 def drains_restored_first(scheduler_class: type) -> bool:

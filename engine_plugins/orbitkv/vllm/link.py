@@ -13,6 +13,7 @@ from orbitkv.protocol.messages import Events
 
 from .allowance import Allowance
 from .attachment import Attachment, connect
+from .injected import engine_name
 
 if TYPE_CHECKING:
     from .events import CacheEvents
@@ -184,6 +185,7 @@ class SchedulerLink:
         client = connect(self._base_config, f"vLLM scheduler {self._instance}", self._base_config.timeout_ms)
         try:
             config = self._base_config.with_namespace_options(client.options)
+            self._introduce(client)
             state = client.attach_instance(
                 self._instance, key_generation=self._key_generation, events=self._events is not None
             )
@@ -195,6 +197,15 @@ class SchedulerLink:
         except BaseException:
             client.close()
             raise
+
+    @staticmethod
+    def _introduce(client: CacheManagerClient) -> None:
+        """Say which engine this is. An agent of an earlier release does not take it, and needs not."""
+        try:
+            client.report_engine(engine_name())
+        except OrbitKVError as error:
+            if error.kind is not ErrorKind.INVALID:
+                raise
 
     # --- internals
 

@@ -1,31 +1,44 @@
-"""Entry point `vllm.general_plugins`: makes the connector known by name in every process of the engine."""
+"""Entry point `vllm.general_plugins`: makes the connector known in every process of the engine, and sets it where an
+operator asks for that."""
 
 from __future__ import annotations
 
 import logging
+
+from orbitkv.injection import StayOff, in_child, is_injected, stay_off
+from orbitkv.protocol.reasons import OffReason
 
 CONNECTOR = "OrbitKVConnector"
 logger = logging.getLogger("vllm.orbitkv")
 
 
 def register() -> None:
-    """Register `OrbitKVConnector` with vLLM.
+    """Register `OrbitKVConnector` with vLLM, and in an injected pod have it set if the user chose none.
 
-    vLLM calls this in each of its processes, in some of them more than once. An engine without KV connectors goes on
-    without ours.
-
-    Raises:
-        ValueError: another package has registered a connector of this name.
+    vLLM calls this in each of its processes, in some of them more than once, and ends if it raises: it never does.
     """
+    global _registered  # noqa: PLW0603 - one registration a process, as the factory's own table
+    if _registered:
+        return
+    _registered = True
     try:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-    except ImportError as error:
-        logger.warning("OrbitKV stays off: this vLLM has no KV connector interface that it knows (%s)", error)
-        return
-    global _registered  # noqa: PLW0603 - one registration a process, as the factory's own table
-    if not _registered:
+
         KVConnectorFactory.register_connector(CONNECTOR, "orbitkv.vllm.connector", CONNECTOR)
-        _registered = True
+    except (ImportError, ValueError) as error:  # an injected engine may say more precisely what is wrong
+        logger.warning("OrbitKV: the connector cannot be named %s here: %s", CONNECTOR, error)
+    if not is_injected():
+        return
+    try:
+        from .injected import install
+
+        install()
+    except Exception as error:
+        if not in_child():
+            off = StayOff(
+                OffReason.ENGINE_VERSION_UNSUPPORTED, f"this vLLM has not the interface that OrbitKV knows: {error!r}"
+            )
+            stay_off(logger, "vllm", off)
 
 
 _registered = False

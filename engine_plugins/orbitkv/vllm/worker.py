@@ -31,10 +31,13 @@ from orbitkv.client import (
 from orbitkv.client.gpu import StreamPoint
 from orbitkv.config import PluginConfig
 from orbitkv.guards import guard
+from orbitkv.injection import StayOff, tell_agent
+from orbitkv.protocol.reasons import OffReason
 
 from . import proof
 from .attachment import Attachment, Off, connect
 from .identity import Identity, IdentityRefusedError
+from .injected import engine_name
 from .layout import Layout
 from .metadata import Load, Save, StepMetadata, WorkerReport
 
@@ -165,18 +168,32 @@ class WorkerHalf:
         """This worker's memory cannot be served. It still answers for what the scheduler's half asks of it."""
         self._off = why
         logger.warning("OrbitKV is off for this engine, which serves on without it: %s", why)
+        self._tell(Off(why, OffReason.LAYOUT_REFUSED))
+
+    def _tell(self, off: Off) -> None:
+        """Let the agent know, for those who look at the cache and not at this engine's log."""
+        untold = tell_agent(engine_name(), StayOff(off.reason, str(off)), self._config)
+        if untold:
+            logger.info("OrbitKV: %s", untold)
 
     def _attach(self) -> WorkerAttachment:
         """Register and prove (attachment's thread)."""
+        try:
+            return self._make_attachment()
+        except Off as off:
+            self._tell(off)
+            raise
+
+    def _make_attachment(self) -> WorkerAttachment:
         layout = self._layout
         assert layout is not None
         if self._off:
-            raise Off(self._off)
+            raise Off(self._off, OffReason.LAYOUT_REFUSED)
         if self._identity is None:
             try:
                 self._identity = self._identify(layout)
             except IdentityRefusedError as error:
-                raise Off(str(error)) from error
+                raise Off(str(error), OffReason.MODEL_UNKNOWN) from error
         # A restore or save waits at most as long as a request is held for it.
         timeout_ms = max(100, min(self._config.timeout_ms, self._config.max_wait_ms))
         client = connect(self._config, f"vLLM worker {self._ranks.tensor} {self._instance}", timeout_ms)
@@ -200,7 +217,7 @@ class WorkerHalf:
         except OrbitKVError as error:
             client.close()
             if error.kind in (ErrorKind.INVALID, ErrorKind.UNSUPPORTED):
-                raise Off(f"the agent refused this engine's memory: {error}") from error
+                raise Off(f"the agent refused this engine's memory: {error}", OffReason.LAYOUT_REFUSED) from error
             raise
         except BaseException:
             if self._disproven is None:
@@ -221,7 +238,7 @@ class WorkerHalf:
         except proof.LayoutDisprovenError as error:
             attached.client.report_proof(attached.registration, False, str(error))
             self._disproven = attached
-            raise Off(f"proof of layout: {error}") from error
+            raise Off(f"proof of layout: {error}", OffReason.LAYOUT_REFUSED) from error
         except proof.ProofUnfinishedError as error:
             logger.warning("OrbitKV: proof of layout: %s; the first computed block will do", error)
             self._unproven = attached

@@ -32,6 +32,8 @@ class FakeAgent:
         gone: every call fails.
         serving: instances may hit.
         shards: leases of an answer.
+        engines: what engines said of themselves.
+        earlier: it is of the release before, which does not know that.
     """
 
     pages: set[bytes] = field(default_factory=set)
@@ -50,6 +52,8 @@ class FakeAgent:
     options: dict[str, Any] = field(default_factory=dict)
     removed: list[bytes] = field(default_factory=list)
     waited_ms: list[float] = field(default_factory=list)
+    engines: list[str] = field(default_factory=list)
+    earlier: bool = False
 
 
 class _Words:
@@ -78,6 +82,11 @@ class FakeClient:
         self._ready: dict[str, tuple[list[BlockHashes], QueryReady]] = {}
         self._loading: dict[str, list[BlockHashes]] = {}
         self._changed = False
+
+    def report_engine(self, engine: str) -> None:
+        if self.agent.earlier:
+            raise OrbitKVError(ErrorKind.INVALID, "the agent cannot read this request")
+        self.agent.engines.append(engine)
 
     def _call(self, timeout_ms: float | None) -> None:
         assert not self.closed, "a closed client was used"

@@ -554,6 +554,19 @@ def test_leases_of_a_lost_agent_are_not_used(start: Start) -> None:
     engine.assert_at_rest()
 
 
+@pytest.mark.parametrize("earlier", [False, True])
+def test_the_agent_hears_which_engine_it_serves_and_one_that_does_not_listen_serves_too(
+    start: Start, agent: FakeAgent, earlier: bool
+) -> None:
+    agent.earlier = earlier
+    engine = start()
+    engine.serve("first", prompt(70))
+    engine.reset_hbm()
+    engine.serve("again", prompt(70))
+    assert engine.workers.started
+    assert [name.partition(" ")[0] for name in agent.engines] == ([] if earlier else ["vllm"])
+
+
 def test_no_agent_at_start(start: Start, agent: FakeAgent) -> None:
     agent.gone = True
     with pytest.raises(RuntimeError, match="no OrbitKV agent at /nowhere"):

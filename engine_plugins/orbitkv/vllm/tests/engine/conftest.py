@@ -74,14 +74,13 @@ def service_in_advance(request: pytest.FixtureRequest, folder: Path) -> Iterator
         yield None
         return
     models = request.getfixturevalue("models")
-    # OrbitKV is found here as users have it: by its entry point and the connector's name, with no module path.
+    # OrbitKV is found here as in an annotated pod: by its entry point, with no word on the command line.
     (folder / "installed").mkdir()
     environment = installed_as_entry_point(folder / "installed")
     with AgentProcess(folder, "http-agent") as agent:
-        connector = orbitkv_connector(agent.socket_path)
-        del connector["kv_connector_module_path"]
+        environment |= {"ORBITKV_INJECTED": "0.1.0", "ORBITKV_BOOTSTRAP_SOCKET": str(agent.socket_path)}
         arguments = ["--enable-prompt-tokens-details"]
-        with ServeProcess(folder, models.llama, connector, arguments, environment) as server:
+        with ServeProcess(folder, models.llama, None, arguments, environment) as server:
             yield Service(server, agent)
 
 
