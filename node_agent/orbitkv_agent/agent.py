@@ -109,6 +109,7 @@ class Agent:
         self._upkeep_timer: Timer | None = None
         _raise_descriptor_limit()
         gpus = self._gpus(config, driver)
+        self.gpu_count = None if gpus is None else gpus.count
         self.cache = PageCache(
             ArenaPool(
                 config.pool_bytes,
@@ -201,6 +202,12 @@ class Agent:
     def request_stop(self) -> None:
         """Ask for a drain. For any thread, and for signal handlers."""
         self.loop.post(self._begin_drain)
+
+    def revoke(self, session: Session, error: Refused) -> None:
+        """End a session that may not use its cache namespace any more. What its process maps takes no new page."""
+        self.server.expel(session, error)
+        self.cache.expose(session.passed_arenas)
+        self._schedule_upkeep()
 
     def not_ready(self) -> str:
         """Why the agent cannot serve engines yet, or any more; "" when it can. On the owner thread only."""
@@ -423,8 +430,8 @@ def _check_administrator(session: Session) -> None:
     if not session.administrator:
         raise Refused(
             ErrorKind.DENIED,
-            f"user {session.peer.uid} may not administrate this agent, only its own user and root; in a cluster only "
-            "processes of its own pod (`kubectl exec`)",
+            f"forbidden: user {session.peer.uid} may not administrate this agent, only its own user and root; in a "
+            "cluster only processes of its own pod (`kubectl exec`)",
         )
 
 

@@ -1,7 +1,7 @@
 """The command `orbitkv-agent`.
 
 Exit codes: 0 done; 1 the agent refused, hangs, drains or ended badly; 2 the command line or a setting is wrong; 3 no
-agent listens there.
+agent listens there; 4 the agent is to serve GPUs and sees none.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from orbitkv_agent.logs import set_up_logging, written_by_a_thread
 from orbitkv_agent.observe.snapshot import Snapshot
 from orbitkv_agent.observe.status import render_status
 from orbitkv_agent.quantity import format_quantity, parse_quantity
+from orbitkv_crds.names import AGENT_SEES_NO_GPU
 
-OK, FAILED, USAGE, NO_AGENT = 0, 1, 2, 3
+OK, FAILED, USAGE, NO_AGENT, NO_GPU = 0, 1, 2, 3, AGENT_SEES_NO_GPU
 
 logger = logging.getLogger(__name__)
 
@@ -180,7 +181,7 @@ def _serve(options: argparse.Namespace) -> int:
     except (OSError, SocketTakenError) as error:  # a socket or an address cannot be had; the message names it
         return _fail(FAILED, str(error))
     except CudaUnavailableError as error:
-        return _fail(FAILED, f"mode is cuda, but {error}; let the agent see a GPU and its driver, or set mode to host")
+        return _fail(NO_GPU, f"mode is cuda, but {error}; let the agent see a GPU and its driver, or set mode to host")
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: agent.request_stop())
     with written_by_a_thread():

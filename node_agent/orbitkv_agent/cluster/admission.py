@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Final
 
 from orbitkv.protocol.errors import ErrorKind
 from orbitkv.protocol.messages import Hello
-from orbitkv_agent.cluster.apiserver import ApiError, Pod, TokenInfo
+from orbitkv_agent.cluster.apiserver import INVALID, ApiError, Pod, TokenInfo
 from orbitkv_agent.cluster.reviews import Answer as Reviewed
 from orbitkv_agent.cluster.reviews import Reviews
 from orbitkv_agent.cluster.tenants import Tenant, Tenants
+from orbitkv_agent.cluster.visits import Visits
 from orbitkv_agent.loop import Deadlines, Loop, Timer
 from orbitkv_agent.sessions.admission import Admission, Answer, Grant
 from orbitkv_agent.sessions.errors import Refused, Rejected
@@ -40,6 +41,8 @@ class _Visitor:
     pod: Pod
     cache_namespace: str
     key: str
+    ended: tuple[str, str] = ("", "")
+    """Why the agent ended it: reason and message; empty: it did not."""
 
 
 class TokenAdmission(Admission):
@@ -50,6 +53,9 @@ class TokenAdmission(Admission):
         tenants: the cache namespaces, and who may use them.
         node: the agent's node; tokens of pods on other nodes are refused.
         expel: ends an open session with a reason.
+
+    Attributes:
+        visits: what became of each pod that came.
     """
 
     def __init__(
@@ -60,6 +66,7 @@ class TokenAdmission(Admission):
         self._tenants = tenants
         self._node = node
         self._expel = expel
+        self.visits = Visits()
         self._visitors: dict[Session, _Visitor] = {}
         self._waiting: dict[Session, Callable[[Reviewed], None]] = {}
         self._deadlines: Deadlines[Session] = Deadlines(loop, ANSWER_S, self._too_late)
@@ -101,10 +108,18 @@ class TokenAdmission(Admission):
         if known is not None:
             reviewed(known)
             return
-        self._waiting[session] = reviewed
-        self._deadlines.add(session)
-        if not self._reviews.review(hello.token, audience, lambda result: self._answered(session, result)):
-            self._answered(session, ApiError("too many tokens wait for a review"))
+        peer = (session.peer.uid, session.peer.process)
+        if self._reviews.review(hello.token, audience, lambda result: self._answered(session, result), of=peer):
+            self._waiting[session] = reviewed
+            self._deadlines.add(session)
+        else:
+            answer(
+                Rejected(
+                    "too-many-reviews",
+                    ErrorKind.UNAVAILABLE,
+                    "too-many-reviews: too many tokens wait to be checked; attach again later",
+                )
+            )
 
     def renew(self, session: Session, token: bytes) -> None:
         """Take a newer token; the next round looks at it."""
@@ -112,9 +127,17 @@ class TokenAdmission(Admission):
         if visitor is not None and token:
             visitor.token = token
 
+    def reported(self, session: Session, engine: str, reason: str, message: str) -> None:
+        """Remember it of the session's pod."""
+        visitor = self._visitors.get(session)
+        if visitor is not None:
+            self.visits.told(visitor.pod, engine, reason, message, self._loop.now())
+
     def ended(self, session: Session) -> None:
-        """Forget a session."""
-        self._visitors.pop(session, None)
+        """Forget a session, but not its pod."""
+        visitor = self._visitors.pop(session, None)
+        if visitor is not None:
+            self.visits.left(visitor.pod, session, *visitor.ended, self._loop.now())
         self._waiting.pop(session, None)
         self._deadlines.discard(session)
 
@@ -133,31 +156,36 @@ class TokenAdmission(Admission):
             return _later(str(result))
         try:
             pod = self._pod(result)
-            tenant = self._tenant(hello.cache_namespace, pod)
         except Refused as error:
             return error
+        try:
+            tenant = self._tenant(hello.cache_namespace, pod)
+        except Refused as error:
+            self.visits.refused(pod, hello.cache_namespace, _reason(error), str(error), self._loop.now())
+            return error
         self._tenants.use(tenant)
+        self.visits.came(pod, hello.cache_namespace, session, self._loop.now())
         self._visitors[session] = _Visitor(hello.token, pod, hello.cache_namespace, tenant.key)
         return Grant(tenant.key, dict(tenant.settings.options), owner=f"pod {pod.namespace}/{pod.name}")
 
     def _pod(self, info: TokenInfo) -> Pod:
         if info.pod is None:
-            raise Rejected("token", ErrorKind.DENIED, f"token: {info.why}")
+            raise Rejected(info.reason, ErrorKind.DENIED, info.why)
         if info.pod.node != self._node:
             raise Rejected(
-                "token",
+                "token-node",
                 ErrorKind.DENIED,
-                f"token: it belongs to a pod on node {info.pod.node}; this agent serves node {self._node}",
+                f"it belongs to a pod on node {info.pod.node}; this agent serves node {self._node}",
             )
         return info.pod
 
     def _tenant(self, cache_namespace: str, pod: Pod) -> Tenant:
         tenant = self._tenants.find(cache_namespace)
         if tenant is None:
-            raise Rejected("namespace", ErrorKind.DENIED, self._tenants.why_absent(cache_namespace))
+            raise Rejected("cache-namespace-not-found", ErrorKind.DENIED, self._tenants.why_absent(cache_namespace))
         why = self._tenants.refusal(tenant, pod)
         if why is not None:
-            raise Rejected("access", ErrorKind.DENIED, why)
+            raise Rejected("access-denied", ErrorKind.DENIED, why)
         return tenant
 
     # --------------------------------------------------------------------------------------- open sessions
@@ -168,7 +196,7 @@ class TokenAdmission(Admission):
             try:
                 if self._tenant(visitor.cache_namespace, visitor.pod).key != visitor.key:
                     raise Rejected(
-                        "revoked",
+                        "cache-namespace-replaced",
                         ErrorKind.UNAVAILABLE,
                         f"CacheNamespace {visitor.cache_namespace} was deleted and made again; attach again",
                     )
@@ -191,17 +219,24 @@ class TokenAdmission(Admission):
                 continue
             try:
                 if self._pod(result).uid != visitor.pod.uid:
-                    raise Rejected("token", ErrorKind.DENIED, "token: it belongs to another pod than the one before")
+                    raise Rejected(INVALID, ErrorKind.DENIED, "it belongs to another pod than the one before")
             except Refused as error:
                 self._end(session, visitor, error)
 
     def _end(self, session: Session, visitor: _Visitor, error: Refused) -> None:
         logger.warning("%s ends: %s", session, error, extra={"pod": f"{visitor.pod.namespace}/{visitor.pod.name}"})
-        self._expel(session, Rejected("revoked", error.kind, str(error)))
+        visitor.ended = _reason(error), str(error)
+        self._expel(session, error)
+
+
+def _reason(error: Refused) -> str:
+    return error.reason if isinstance(error, Rejected) else "refused"
 
 
 def _later(why: str) -> Rejected:
-    return Rejected("apiserver", ErrorKind.UNAVAILABLE, f"the token cannot be checked now ({why}); attach again later")
+    return Rejected(
+        "apiserver-unavailable", ErrorKind.UNAVAILABLE, f"the token cannot be checked now ({why}); attach again later"
+    )
 
 
 def _without_token(peer: Peer) -> Grant | Refused:
@@ -209,9 +244,9 @@ def _without_token(peer: Peer) -> Grant | Refused:
     if _is_own_pod(peer):
         return Grant("", owner="the agent's own pod", administrator=True)
     return Rejected(
-        "token",
+        "token-missing",
         ErrorKind.DENIED,
-        "token: none was shown; in a cluster a pod shows a projected service account token (orbitkv.token_path)",
+        "none was shown; in a cluster a pod shows a projected service account token (orbitkv.token_path)",
     )
 
 

@@ -5,6 +5,8 @@ Everything here waits for the network, so it is called by threads other than the
 
 from __future__ import annotations
 
+import base64
+import json
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,6 +32,8 @@ _SILENCE_SECONDS: Final = 150.0
 """A stream on which not even a bookmark came for so long is taken for dead."""
 _EXTRA: Final = "authentication.kubernetes.io/"
 _SERVICE_ACCOUNT: Final = "system:serviceaccount:"
+INVALID: Final = "token-invalid"
+"""What is wrong with a token that the apiserver does not accept: forged, expired, or of something that is gone."""
 
 
 class ApiError(Exception):
@@ -58,6 +62,8 @@ class TokenInfo(NamedTuple):
     """None: the token is not valid, or belongs to no pod."""
     why: str
     """What is wrong with it, for people; empty with a pod."""
+    reason: str = INVALID
+    """The same in one word: `token-invalid`, `token-audience`, `token-unbound`."""
 
 
 class Change(NamedTuple):
@@ -105,15 +111,19 @@ class Apiserver:
         """
         status = self._review(token, [audience])
         if not status.get("authenticated"):
-            return TokenInfo(None, _first_line(status.get("error")) or "the apiserver does not accept it")
+            made_for = claimed_audiences(token)
+            if made_for and audience not in made_for:
+                return TokenInfo(None, _other_audience(audience), "token-audience")
+            return TokenInfo(None, _first_line(status.get("error")) or "the apiserver does not accept it", INVALID)
         if audience not in (status.get("audiences") or ()):
-            return TokenInfo(None, f"it is not made for the audience {audience}")
+            return TokenInfo(None, _other_audience(audience), "token-audience")
         user = status.get("user") or {}
         extra = user.get("extra") or {}
         name, uid, node = (_only(extra.get(_EXTRA + key)) for key in ("pod-name", "pod-uid", "node-name"))
         account = str(user.get("username", ""))
         if not account.startswith(_SERVICE_ACCOUNT) or not uid or not node:
-            return TokenInfo(None, "it is not bound to a pod on a node: a projected service account token is needed")
+            why = "it is not bound to a pod on a node: a projected service account token is needed"
+            return TokenInfo(None, why, "token-unbound")
         namespace, _, service_account = account.removeprefix(_SERVICE_ACCOUNT).partition(":")
         return TokenInfo(Pod(namespace, service_account, name, uid, node), "")
 
@@ -217,6 +227,21 @@ class Listing:
                 found = event["raw_object"]
                 kind = {"BOOKMARK": "bookmark", "DELETED": "gone"}.get(event["type"], "put")
                 yield Change(kind, found, found["metadata"]["resourceVersion"])  # type: ignore[arg-type]
+
+
+def claimed_audiences(token: str) -> list[str]:
+    """What a token says that it is made for; empty if that cannot be read. Nobody has checked it."""
+    try:
+        body = token.split(".")[1]
+        claims = json.loads(base64.urlsafe_b64decode(body + "=" * (-len(body) % 4)))
+        audiences = claims.get("aud", [])
+    except (IndexError, ValueError, AttributeError):
+        return []
+    return [audiences] if isinstance(audiences, str) else [str(each) for each in audiences]
+
+
+def _other_audience(audience: str) -> str:
+    return f"it is not made for the audience {audience}"
 
 
 @contextmanager

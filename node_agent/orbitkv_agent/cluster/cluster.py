@@ -142,7 +142,7 @@ class Cluster:
         return found
 
     def _expel(self, session: Session, error: Refused) -> None:
-        self._agent.server.expel(session, error)
+        self._agent.revoke(session, error)
 
     def _take_live(self, live: LiveSettings) -> None:
         agent = self._agent

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 from orbitkv.protocol.versions import RELEASE
+from orbitkv_agent.cluster.visits import Seen, State
 from orbitkv_agent.observe.demand import LastHour
 from orbitkv_agent.sessions.session import SessionState
 from orbitkv_crds.agent_api import reports_pb2 as pb
@@ -19,6 +20,13 @@ if TYPE_CHECKING:
 
 _PODS: Final = 10
 _WORDS: Final = 1000
+_STATES: Final = {
+    State.CONNECTED: pb.VISIT_STATE_CONNECTED,
+    State.ATTACHED: pb.VISIT_STATE_ATTACHED,
+    State.REFUSED: pb.VISIT_STATE_REFUSED,
+    State.OFF: pb.VISIT_STATE_OFF,
+    State.LEFT: pb.VISIT_STATE_LEFT,
+}
 
 
 def make_report(
@@ -56,6 +64,9 @@ def make_report(
         cache_namespaces_synced=tenants.listed,
         live_settings_digest=live_digest,
         problems=[pb.Problem(reason=reason, message=words[:_WORDS]) for reason, words in problems],
+        pods=[_visit(seen) for seen in admission.visits.seen(agent.instances, agent.loop.now())],
+        refusals=dict(agent.counters.session_rejections),
+        gpus=agent.gpu_count,
     )
     for tenant in tenants:
         if not agent.namespaces.has(tenant.key):
@@ -84,3 +95,22 @@ def make_report(
             )
         )
     return report
+
+
+def _visit(seen: Seen) -> pb.PodVisit:
+    visit, word = seen.visit, seen.word
+    return pb.PodVisit(
+        namespace=visit.pod.namespace,
+        name=visit.pod.name,
+        uid=visit.pod.uid,
+        cache_namespace=visit.cache_namespace,
+        state=_STATES[word.state],
+        reason=word.reason,
+        message=word.message,
+        engine=visit.engine,
+        sessions=len(visit.sessions),
+        engines=seen.engines,
+        requested_tokens=seen.asked,
+        hit_tokens=seen.found,
+        age_seconds=int(seen.age),
+    )

@@ -1,6 +1,7 @@
 """Token reviews: one thread asks the apiserver, at most five times a second, once for each token, and it is remembered.
 
-Tokens and their hashes are kept in memory only and never logged.
+Whoever shows tokens has a turn after everybody else who does, so that a flood of forged ones only delays the next
+forged one. Tokens and their hashes are kept in memory only and never logged.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -23,12 +25,18 @@ REMEMBERED_S: Final = 60.0
 SPACING_S: Final = 0.2
 """Time between two reviews."""
 MAX_WAITING: Final = 256
-"""Tokens that wait for a review; more are turned away."""
+"""Tokens that wait for a review; more are turned away,"""
+MAX_WAITING_OF_ONE: Final = 16
+"""and so are more than this of one peer."""
 _MAX_REMEMBERED: Final = 4096
 
 Answer = TokenInfo | ApiError
 Ask = Callable[[str, str], TokenInfo]
 """Called with token and audience, in the thread of the reviews."""
+
+
+_Job = tuple[bytes, str, str]
+"""Digest, token, audience."""
 
 
 @dataclass
@@ -57,7 +65,10 @@ class Reviews:
         self._clock = clock
         self._answers: dict[bytes, tuple[float, TokenInfo]] = {}
         self._flights: dict[bytes, _Flight] = {}
-        self._jobs: queue.SimpleQueue[tuple[bytes, str, str] | None] = queue.SimpleQueue()
+        # Who waits, in the order of their turns, each with what they asked; one job at a time is with the thread.
+        self._waiting: OrderedDict[Hashable, deque[_Job]] = OrderedDict()
+        self._asking = False
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="orbitkv-reviews", daemon=True)
 
@@ -80,19 +91,36 @@ class Reviews:
         found = self._answers.get(_digest(token))
         return None if found is None or self._clock() - found[0] >= within_s else found[1]
 
-    def review(self, token: bytes, audience: str, then: Callable[[Answer], None]) -> bool:
-        """Ask anew, and call back on the owner thread. False: too many wait already, and nothing is asked."""
+    def review(self, token: bytes, audience: str, then: Callable[[Answer], None], of: Hashable = None) -> bool:
+        """Ask anew, and call back on the owner thread. False: too many wait already, and nothing is asked.
+
+        Args:
+            of: who asks; each has a turn after all others. None: the agent itself, for sessions that are open.
+        """
         digest = _digest(token)
         flight = self._flights.get(digest)
         if flight is None:
-            if len(self._flights) >= MAX_WAITING:
+            jobs = self._waiting.get(of, ())
+            if len(self._flights) >= MAX_WAITING or (of is not None and len(jobs) >= MAX_WAITING_OF_ONE):
                 return False
             flight = self._flights[digest] = _Flight()
-            self._jobs.put((digest, token.decode("ascii", "replace"), audience))
+            self._waiting.setdefault(of, deque()).append((digest, token.decode("ascii", "replace"), audience))
+            self._next()
         flight.waiting.append(then)
         return True
 
+    def _next(self) -> None:
+        if self._asking or not self._waiting:
+            return
+        of, jobs = self._waiting.popitem(last=False)
+        self._asking = True
+        self._jobs.put(jobs.popleft())
+        if jobs:
+            self._waiting[of] = jobs
+
     def _take(self, digest: bytes, answer: Answer) -> None:
+        self._asking = False
+        self._next()
         if isinstance(answer, TokenInfo):
             self._forget_old()
             self._answers[digest] = (self._clock(), answer)

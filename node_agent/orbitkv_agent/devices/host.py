@@ -64,7 +64,9 @@ class HostDevice:
             arena = self._arenas.get(number)
             if arena is not None and (arena.namespace == session.namespace or not guard("arena-namespace")):
                 arenas.append(arena)
-        session.arenas.update(arena.id for arena in arenas)
+        passed = [arena.id for arena in arenas]
+        session.arenas.update(passed)
+        session.passed_arenas.update(passed)
         session.reply(sequence, Arenas([(arena.id, arena.size) for arena in arenas]), [arena.fd for arena in arenas])
 
     def sync_arenas(self, session: Session, message: SyncArenas) -> RetiredArenas:

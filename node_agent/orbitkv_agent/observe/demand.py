@@ -14,25 +14,31 @@ _BUCKETS: Final = 60
 
 
 class Demand:
-    """Of one cache namespace, since the agent's start.
+    """Of one cache namespace, since the agent's start; or of one engine in it, which counts for both.
 
     Attributes:
         asked: tokens that engines asked for.
         found: those among them whose pages were promised.
     """
 
-    __slots__ = ("asked", "found")
+    __slots__ = ("_whole", "asked", "found")
 
-    def __init__(self) -> None:
+    def __init__(self, whole: Demand | None = None) -> None:
         self.asked = 0
         self.found = 0
+        self._whole = whole
 
     def count(self, groups: Mapping[int, GroupPages], asked: int, found: int) -> None:
         """Count the pages of one query, of all groups together, as tokens: each group has pages for every token."""
         first = next(iter(groups.values()))
         tokens = first.block_tokens
-        self.asked += asked // len(groups) * tokens
-        self.found += found // len(groups) * tokens
+        self._add(asked // len(groups) * tokens, found // len(groups) * tokens)
+
+    def _add(self, asked: int, found: int) -> None:
+        self.asked += asked
+        self.found += found
+        if self._whole is not None:
+            self._whole._add(asked, found)
 
 
 class LastHour:

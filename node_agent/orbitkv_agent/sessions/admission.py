@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,6 +15,8 @@ from orbitkv_agent.sessions.errors import Refused, Rejected
 if TYPE_CHECKING:
     from orbitkv_agent.sessions.namespaces import Namespaces
     from orbitkv_agent.sessions.session import Session
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,9 @@ class Admission(Protocol):
     def renew(self, session: Session, token: bytes) -> None:
         """An open session shows a newer token."""
 
+    def reported(self, session: Session, engine: str, reason: str, message: str) -> None:
+        """An open session says what its engine is and, with a reason, that it does without the cache."""
+
     def ended(self, session: Session) -> None:
         """The session's stream ended, whether or not it was admitted."""
 
@@ -60,22 +66,27 @@ class KnownUsers(Admission):
         if hello.token:
             answer(
                 Rejected(
-                    "token",
+                    "token-unexpected",
                     ErrorKind.UNSUPPORTED,
-                    "token: this agent is in no cluster and cannot check tokens; it knows its clients by their user",
+                    "this agent is in no cluster and cannot check tokens; it knows its clients by their user",
                 )
             )
             return
         try:
             options = self._namespaces.options(hello.cache_namespace)
         except Refused as error:
-            answer(Rejected("namespace", error.kind, str(error)))
+            answer(Rejected("cache-namespace-not-found", error.kind, str(error)))
             return
         answer(Grant(hello.cache_namespace, options, administrator=session.peer.uid in (0, os.getuid())))
 
     def renew(self, session: Session, token: bytes) -> None:
         """Refuse: there are no tokens here."""
-        raise Refused(ErrorKind.UNSUPPORTED, "token: this agent is in no cluster and cannot check tokens")
+        raise Refused(ErrorKind.UNSUPPORTED, "token-unexpected: this agent is in no cluster and cannot check tokens")
+
+    def reported(self, session: Session, engine: str, reason: str, message: str) -> None:
+        """Log a reason: whoever runs the engine looks there."""
+        if reason:
+            logger.warning("%s does without the cache: %s: %s", engine or session, reason, message)
 
     def ended(self, session: Session) -> None:
         """Nothing is kept about sessions."""

@@ -11,7 +11,7 @@ import msgspec
 from orbitkv.protocol.errors import ErrorKind
 from orbitkv.protocol.framing import request_decoder
 from orbitkv.protocol.messages import Refusal, Reply
-from orbitkv_agent.sessions.errors import Refused
+from orbitkv_agent.sessions.errors import Refused, bad_frame
 from orbitkv_agent.sessions.session import Session
 
 logger = logging.getLogger(__name__)
@@ -32,9 +32,7 @@ class Dispatcher:
             message = request_decoder.decode(body)
             handler = self._handlers.get(type(message))
             if handler is None:
-                raise Refused(
-                    ErrorKind.INVALID, f"{type(message).__name__} cannot come here: the session is open already"
-                )
+                raise bad_frame(f"{type(message).__name__} cannot come here: the session is open already")
             reply = handler(session, sequence, message)
         except Refused as error:
             reply = Refusal(error.kind, str(error))
@@ -45,7 +43,7 @@ class Dispatcher:
             level = logging.DEBUG if session.complained_of else logging.WARNING
             session.complained_of = True
             logger.log(level, "%s: unreadable request: %s", session, error)
-            reply = Refusal(ErrorKind.INVALID, f"the agent cannot read this request: {error}")
+            reply = Refusal(ErrorKind.INVALID, f"bad-frame: the agent cannot read this request: {error}")
         except Exception:
             logger.exception("%s: internal error; please report it", session)
             reply = Refusal(ErrorKind.INTERNAL, "internal error in the agent; its log has the details")

@@ -34,8 +34,13 @@ def stale(message: str) -> Refused:
 
 
 class Rejected(Refused):
-    """A connection or session is refused; the metrics count it under `reason`."""
+    """A connection or session is refused; the metrics count it under `reason`, and the message begins with it."""
 
     def __init__(self, reason: str, kind: ErrorKind, message: str) -> None:
-        super().__init__(kind, message)
+        super().__init__(kind, f"{reason}: {message}")
         self.reason = reason
+
+
+def bad_frame(message: str) -> Rejected:
+    """What came is not what the protocol has here."""
+    return Rejected("bad-frame", ErrorKind.INVALID, message)

@@ -90,7 +90,7 @@ class Instance:
     """One engine incarnation in one cache namespace.
 
     Attributes:
-        demand: what it asks for is counted here, with the other instances of its cache namespace.
+        demand: what it asks for; counts for its cache namespace too.
         scheduler: the session that attached it.
         registrations: live ones by shard.
         key_generation: moved on by an external reset.
@@ -307,7 +307,7 @@ class Instances:
         """
         instance = self.find(session, name)
         if instance is None:
-            raise stale(f"instance {name} is not known to this agent; attach or register it first")
+            raise stale(f"unknown-instance: {name} is not known to this agent; attach or register it first")
         return instance
 
     def make(self, session: Session, name: InstanceName) -> Instance:
@@ -322,7 +322,7 @@ class Instances:
         key = (session.namespace or "", name)
         instance = self._instances.get(key)
         if instance is None:
-            instance = self._instances[key] = Instance(key[0], name, self._demand[key[0]])
+            instance = self._instances[key] = Instance(key[0], name, Demand(self._demand[key[0]]))
         return instance
 
     def drop_unused(self) -> None:

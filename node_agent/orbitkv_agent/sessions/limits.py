@@ -44,7 +44,7 @@ class Connections:
         self._check_owner(_user(peer))
         if peer.uid not in config.allowed_uids:
             raise Rejected(
-                "user",
+                "user-denied",
                 ErrorKind.DENIED,
                 f"user {peer.uid} may not connect; the agent allows users {sorted(config.allowed_uids)} (allowed_uids)",
             )
@@ -66,7 +66,7 @@ class Connections:
             return None
         if not candidates:
             raise Rejected(
-                "limit",
+                "too-many-connections",
                 ErrorKind.BUSY,
                 f"{len(self._strangers)} connections wait until their tokens are looked at (max_strangers); try again",
             )
@@ -113,12 +113,14 @@ class Connections:
         config = self._config
         if len(self._owner) >= config.max_connections:
             raise Rejected(
-                "limit", ErrorKind.BUSY, f"the agent has {config.max_connections} connections (max_connections)"
+                "too-many-connections",
+                ErrorKind.BUSY,
+                f"the agent has {config.max_connections} connections (max_connections)",
             )
         limit = config.max_connections_per_peer
         if self._by_owner[owner] >= limit:
             raise Rejected(
-                "peer-limit",
+                "too-many-connections",
                 ErrorKind.BUSY,
                 f"{owner} has {limit} connections to the agent (max_connections_per_peer)",
             )

@@ -207,7 +207,7 @@ class Membership:
         """
         registration = self._registrations.get(number)
         if registration is None or not is_own(registration.session, session):
-            raise stale(f"registration {number} is not alive in this session; register again")
+            raise stale(f"unknown-registration: {number} is not alive in this session; register again")
         return registration
 
     def query_parties(self, session: Session, message: Query) -> tuple[Instance | None, Registration | None]:

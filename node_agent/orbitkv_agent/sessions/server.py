@@ -25,7 +25,7 @@ from orbitkv_agent.guards import guard
 from orbitkv_agent.loop import Deadlines, Loop
 from orbitkv_agent.observe.counters import Counters
 from orbitkv_agent.sessions.admission import Admission, Grant
-from orbitkv_agent.sessions.errors import Refused, Rejected
+from orbitkv_agent.sessions.errors import Refused, Rejected, bad_frame
 from orbitkv_agent.sessions.limits import Connections
 from orbitkv_agent.sessions.peers import peer_of
 from orbitkv_agent.sessions.session import Session, SessionEvents
@@ -228,7 +228,7 @@ class Server(SessionEvents):
                     continue
                 # Out of descriptors: what waits would wake the loop again at once, so look away for a moment.
                 logger.error("accepting a connection failed: %s; trying again soon", error.strerror)
-                self._counters.session_rejections["limit"] += 1
+                self._counters.session_rejections["too-many-connections"] += 1
                 self._loop.forget(self._listener.socket.fileno())
                 self._loop.call_later(_PAUSE_S, self._resume)
                 return
@@ -256,9 +256,8 @@ class Server(SessionEvents):
             peer.close()
             return
         if crowded_out is not None:
-            self.expel(
-                crowded_out, Rejected("limit", ErrorKind.BUSY, "others came, and nothing was said here; try again")
-            )
+            why = "others came, and nothing was said here; try again"
+            self.expel(crowded_out, Rejected("too-many-connections", ErrorKind.BUSY, why))
         self._epoch += 1
         session = Session(connection, peer, self._epoch, self._loop, self)
         self.sessions[session] = None
@@ -268,10 +267,10 @@ class Server(SessionEvents):
     def expel(self, session: Session, error: Refused, sequence: int = 0) -> None:
         """End a session from this side, and say why. Copies of its process drain as always."""
         session.refuse_stream(error.kind, str(error), sequence)
-        session.end_stream(error.reason if isinstance(error, Rejected) else "frame")
+        session.end_stream(error.reason if isinstance(error, Rejected) else "refused")
 
     def _hello_too_late(self, session: Session) -> None:
-        message = f"no Hello came within {self._config.hello_timeout_ms} ms"
+        message = f"hello-timeout: no Hello came within {self._config.hello_timeout_ms} ms"
         self._complain("%s: closed: %s", session, message)
         session.refuse_stream(ErrorKind.TIMEOUT, message)
         session.end_stream("hello-timeout")
@@ -294,18 +293,15 @@ class Server(SessionEvents):
             return
         try:
             if session in self._asked:
-                raise Refused(ErrorKind.INVALID, "a request came before the answer to Hello; wait for it")
+                raise bad_frame("a request came before the answer to Hello; wait for it")
             hello = framing.request_decoder.decode(body)
             if not isinstance(hello, Hello):
-                raise Refused(
-                    ErrorKind.INVALID, f"{type(hello).__name__} came before Hello; a session starts with Hello"
-                )
+                raise bad_frame(f"{type(hello).__name__} came before Hello; a session starts with Hello")
             self._greet(session, sequence, hello)
         except Refused as error:
             self._refuse(session, sequence, error)
         except msgspec.MsgspecError as error:
-            text = f"the agent cannot read this as a Hello: {error}"
-            self._refuse(session, sequence, Refused(ErrorKind.INVALID, text))
+            self._refuse(session, sequence, bad_frame(f"the agent cannot read this as a Hello: {error}"))
 
     def _refuse(self, session: Session, sequence: int, error: Refused) -> None:
         self._complain("%s: refused: %s", session, error)
@@ -353,7 +349,7 @@ class Server(SessionEvents):
         ):
             if version is None and guard("versions"):
                 raise Rejected(
-                    "version",
+                    "version-mismatch",
                     ErrorKind.INCOMPATIBLE,
                     f"{name}: the client speaks versions {their}, this agent (release {RELEASE}) speaks {our}; "
                     "use releases that are at most one apart",

@@ -23,7 +23,7 @@ from orbitkv.protocol.messages import Refusal, Reply
 from orbitkv.protocol.records import Header, RecordWriter
 from orbitkv_agent.guards import guard
 from orbitkv_agent.loop import Loop
-from orbitkv_agent.sessions.errors import Refused
+from orbitkv_agent.sessions.errors import Refused, bad_frame
 from orbitkv_agent.sessions.peers import Peer
 
 if TYPE_CHECKING:
@@ -80,6 +80,7 @@ class Session:
         operations: query operations by the client's number.
         registrations, saves, restores: by the agent's number.
         last_heard: when the last request came, in seconds of the loop's clock.
+        passed_arenas: ids of all arenas whose descriptors were passed to the client, whatever it said of them since.
         arenas: ids of the arenas whose descriptors were passed to the client and not reported unmapped.
         complained_of: the log has a warning about its requests.
         retired_arenas: those among them that the client should unmap.
@@ -98,6 +99,7 @@ class Session:
         self.registrations: dict[int, Registration] = {}
         self.saves: dict[int, Save] = {}
         self.restores: dict[int, Restore] = {}
+        self.passed_arenas: set[int] = set()
         self.arenas: set[int] = set()
         self.retired_arenas: set[int] = set()
         self.last_heard = loop.now()
@@ -228,8 +230,9 @@ class Session:
             frames = self._reader.feed(buffer[:size])
         except framing.FrameError as error:
             logger.warning("%s: closed, because it sent %s", self, error)
-            self.refuse_stream(ErrorKind.INVALID, f"the connection is closed, because the agent received {error}")
-            self.end_stream("frame")
+            refusal = bad_frame(f"the connection is closed, because the agent received {error}")
+            self.refuse_stream(refusal.kind, str(refusal))
+            self.end_stream(refusal.reason)
             return False
         for sequence, body in frames:
             self._events.frame(self, sequence, body)

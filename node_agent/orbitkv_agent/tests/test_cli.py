@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from orbitkv.cuda import CudaUnavailableError
 from orbitkv.protocol import framing
 from orbitkv.protocol.errors import ErrorKind
 from orbitkv.protocol.messages import (
@@ -35,6 +36,7 @@ from orbitkv_agent.cli import FAILED, NO_AGENT, OK, USAGE, main
 from orbitkv_agent.config import AgentConfig
 from orbitkv_agent.observe.tests.examples import MIB, example_snapshot
 from orbitkv_agent.sessions.server import SocketTakenError
+from orbitkv_crds.names import AGENT_SEES_NO_GPU
 
 
 class FakeAgent:
@@ -305,6 +307,15 @@ def test_serve_that_cannot_start_says_why_in_one_line(
     played.start_error = error
     assert main(["serve", "--pool", "1MiB", "--log-level", "error"]) == FAILED
     assert capsys.readouterr().err == f"orbitkv-agent: {error}\n"
+
+
+def test_agent_that_is_to_serve_gpus_and_sees_none_ends_with_a_code_of_its_own(
+    played: type[PlayedAgent], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Which is how the operator tells it from other failures."""
+    played.start_error = CudaUnavailableError("the CUDA driver shows no GPU to this process")
+    assert main(["serve", "--pool", "1MiB", "--log-level", "error"]) == AGENT_SEES_NO_GPU
+    assert "shows no GPU" in capsys.readouterr().err.splitlines()[-1]
 
 
 # ---------------------------------------------------------------------------------------------------- config and usage

@@ -62,7 +62,8 @@ def check_blocks(part: GroupBlocks, group: GroupLayout, count: int) -> Blocks:
         if low < -1 or high >= group.block_count:
             raise PlanRefused(
                 "bounds",
-                f"group {part.group}: block {low if low < -1 else high} is not one of 0 to {group.block_count - 1}",
+                f"out-of-range: group {part.group}: block {low if low < -1 else high} is not one of "
+                f"0 to {group.block_count - 1}",
             )
         used = np.sort(blocks[blocks >= 0]) if low < 0 else np.sort(blocks)
         if (used[1:] == used[:-1]).any():

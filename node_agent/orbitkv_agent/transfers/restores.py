@@ -134,7 +134,7 @@ class Restores:
         """
         restore = self._restores.get(message.restore)
         if restore is None or not is_own(restore.session, session):
-            raise stale(f"restore {message.restore} is not in flight in this session")
+            raise stale(f"unknown-restore: {message.restore} is not in flight in this session")
         if self._copier is not None:
             raise invalid(f"restore {message.restore}: this agent copies by itself and knows when it is done")
         faults.hit("restore-done")
@@ -173,16 +173,17 @@ class Restores:
                 ErrorKind.UNSUPPORTED,
             )
         lease = self._queries.leases.find(message.lease)
-        if lease is None or not lease.live:
+        # Of another cache namespace nothing is said, not even that it has such a lease.
+        if lease is None or not lease.live or lease.operation.instance.namespace != registration.instance.namespace:
             raise PlanRefused(
                 "stale",
-                f"lease {message.lease} is not alive: used, returned, expired or revoked; ask again",
+                f"unknown-lease: {message.lease} is not alive: used, returned, expired or revoked; ask again",
                 ErrorKind.STALE,
             )
         if lease.operation.instance is not registration.instance or lease.shard != registration.shard:
             raise PlanRefused(
                 "stale",
-                f"lease {message.lease} is for worker {lease.shard} of instance {lease.operation.instance}, "
+                f"unknown-lease: {message.lease} is for worker {lease.shard} of instance {lease.operation.instance}, "
                 f"registration {registration.number} is worker {registration.shard} of {registration.instance}",
                 ErrorKind.STALE,
             )

@@ -176,7 +176,7 @@ class Saves:
         """
         save = self._saves.get(message.save)
         if save is None or not is_own(save.session, session):
-            raise stale(f"save {message.save} is not in flight in this session")
+            raise stale(f"unknown-save: {message.save} is not in flight in this session")
         faults.hit("save-commit")
         if save.copy is not None:
             if message.copied and guard("copied-commit"):

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import base64
+import json
 import logging
 import stat
 from pathlib import Path
@@ -7,12 +9,27 @@ from pathlib import Path
 import pytest
 
 from orbitkv.protocol.errors import ErrorKind
-from orbitkv.protocol.messages import Done, GetStatus, Hello, Ping, Pong, Refusal, RenewToken, Status
+from orbitkv.protocol.messages import (
+    Arenas,
+    Done,
+    EngineReport,
+    GetStatus,
+    Hello,
+    MapArenas,
+    Ping,
+    Pong,
+    Refusal,
+    RenewToken,
+    RetiredArenas,
+    Status,
+    SyncArenas,
+)
 from orbitkv_agent.cluster import admission
 from orbitkv_agent.cluster.tests.fake_apiserver import AUDIENCE, TOKEN_REVIEWS, FakeApiserver
 from orbitkv_agent.cluster.tests.world import ClusterWorld
+from orbitkv_agent.sessions.errors import Rejected
 from orbitkv_agent.sessions.server import SocketTakenError
-from orbitkv_agent.tests.harness import Client
+from orbitkv_agent.tests.harness import Client, hashes
 
 MINUTE = 60.0
 
@@ -43,32 +60,61 @@ def test_a_pod_with_a_token_gets_a_session(world: ClusterWorld, api: FakeApiserv
 
 def test_without_a_token_there_is_no_session(world: ClusterWorld, api: FakeApiserver) -> None:
     refusal = world.refused(token=b"")
-    assert (refusal.kind, refusal.message.split(":")[0]) == (ErrorKind.DENIED, "token")
+    assert (refusal.kind, refusal.message.split(":")[0]) == (ErrorKind.DENIED, "token-missing")
     assert "orbitkv.token_path" in refusal.message
     assert not api.requests[TOKEN_REVIEWS]
 
 
 def test_a_token_that_the_apiserver_does_not_know_is_denied(world: ClusterWorld) -> None:
     refusal = world.refused(token=b"forged")
-    assert (refusal.kind, refusal.message) == (ErrorKind.DENIED, "token: unknown token")
+    assert (refusal.kind, refusal.message) == (ErrorKind.DENIED, "token-invalid: unknown token")
 
 
 def test_a_token_for_another_audience_is_denied(world: ClusterWorld, api: FakeApiserver) -> None:
     api.token("other", audiences=["https://kubernetes.default.svc"])
-    assert "is not made for the audience orbitkv.io/cluster-1" in world.refused(token=b"other").message
+    assert (
+        "token-audience: it is not made for the audience orbitkv.io/cluster-1" in world.refused(token=b"other").message
+    )
 
 
 def test_a_token_of_another_node_is_denied(world: ClusterWorld, api: FakeApiserver) -> None:
     api.token("away", node="node-b")
     refusal = world.refused(token=b"away")
     assert refusal.kind == ErrorKind.DENIED
+    assert refusal.message.startswith("token-node: ")
     assert "a pod on node node-b; this agent serves node node-a" in refusal.message
 
 
 def test_a_token_that_no_pod_has_is_denied(world: ClusterWorld, api: FakeApiserver) -> None:
     api.token("account")
     del api.tokens["account"]["user"]["extra"]["authentication.kubernetes.io/pod-uid"]
-    assert "not bound to a pod" in world.refused(token=b"account").message
+    assert world.refused(token=b"account").message.startswith("token-unbound: it is not bound to a pod")
+
+
+@pytest.mark.parametrize(
+    ("claims", "reason"),
+    [
+        ({"aud": ["https://kubernetes.default.svc"]}, "token-audience"),
+        ({"aud": "vault"}, "token-audience"),
+        ({"aud": [AUDIENCE]}, "token-invalid"),
+        ({}, "token-invalid"),
+        ([], "token-invalid"),
+        ("no object", "token-invalid"),
+    ],
+)
+def test_a_token_that_is_not_accepted_says_by_itself_what_it_was_made_for(
+    world: ClusterWorld, claims: object, reason: str
+) -> None:
+    """The apiserver's answer is the same for a forged token and for one of another audience."""
+    body = base64.urlsafe_b64encode(json.dumps(claims).encode()).rstrip(b"=")
+    assert world.refused(token=b"e30." + body + b".x").message.startswith(f"{reason}: ")
+
+
+def test_what_a_plugin_says_of_its_engine_is_kept_for_its_pod(world: ClusterWorld) -> None:
+    client = world.client()
+    client.call(EngineReport("vllm 0.32.0", "setting-invalid", "orbitkv.mode is 'x'"), Done)
+    (seen,) = world.cluster.admission.visits.seen(world.agent.instances, world.agent.loop.now())
+    assert (seen.visit.pod.name, seen.visit.engine, seen.word.reason) == ("engine-0", "vllm 0.32.0", "setting-invalid")
 
 
 def test_a_cache_namespace_that_does_not_exist_is_denied(world: ClusterWorld) -> None:
@@ -106,7 +152,7 @@ def test_access_rules_decide_about_pods_of_other_namespaces(
         else:
             refusal = world.refused()
             assert refusal.kind == ErrorKind.DENIED
-            assert refusal.message.startswith("CacheNamespace team-a/qwen: ")
+            assert refusal.message.startswith("access-denied: CacheNamespace team-a/qwen: ")
 
 
 def test_no_answer_from_the_apiserver_can_be_told_from_a_no(world: ClusterWorld, api: FakeApiserver) -> None:
@@ -211,6 +257,23 @@ def test_a_session_ends_when_its_access_is_revoked(world: ClusterWorld, api: Fak
     refusal = ended_with(client)
     assert refusal.kind == ErrorKind.DENIED
     assert "access.serviceAccounts" in refusal.message
+
+
+def test_memory_that_a_session_kept_without_access_takes_no_new_page(world: ClusterWorld, api: FakeApiserver) -> None:
+    """Also when it said that it had unmapped it."""
+    engine = world.engine(namespace="team-a/qwen")
+    engine.save(hashes(1))
+    (arena,) = world.agent.cache.arenas
+    keeper = world.client()
+    keeper.call(MapArenas([arena.id]), Arenas)
+    keeper.call(SyncArenas([arena.id]), RetiredArenas)
+    session = next(each for each in world.agent.server.sessions if arena.id in each.passed_arenas and not each.arenas)
+    world.agent.revoke(session, Rejected("access-denied", ErrorKind.DENIED, "not any more"))
+    assert ended_with(keeper).message == "access-denied: not any more"
+    world.until(lambda: world.agent.cache.arenas.get(arena.id) is None)
+    engine.save(hashes(2))
+    assert engine.restore(hashes(2)) == 1
+    assert engine.restore(hashes(1)) == 0
 
 
 def test_a_session_ends_when_its_namespace_loses_the_label(tmp_path: Path, api: FakeApiserver) -> None:

@@ -99,10 +99,10 @@ def test_a_client_whose_pod_is_gone_is_told_so(agent: Agent, api: FakeApiserver,
     with attach(agent, token_file) as client:
         del api.tokens["good"]
         wait_until(lambda: not visitors(agent))
-        with pytest.raises(OrbitKVError, match="token: unknown token") as caught:
+        with pytest.raises(OrbitKVError, match="token-invalid: unknown token") as caught:
             client.health()
         assert caught.value.kind is ErrorKind.DENIED
-    with pytest.raises(OrbitKVError, match="token: unknown token") as denied:
+    with pytest.raises(OrbitKVError, match="token-invalid: unknown token") as denied:
         attach(agent, token_file)
     assert denied.value.kind is ErrorKind.DENIED
 

@@ -134,6 +134,14 @@ def test_a_report_says_who_and_how_the_agent_is(reporting: ClusterWorld, operato
     assert len(report.live_settings_digest) == 64
     assert not report.cache_namespaces
     assert not report.problems
+    assert not report.HasField("gpus")  # host mode
+
+
+def test_a_report_says_how_many_gpus_the_agent_sees(reporting: ClusterWorld, operator: Operator) -> None:
+    for count in (0, 8):
+        reporting.agent.gpu_count = count
+        report, _ = next_report(reporting, operator)
+        assert report.HasField("gpus") and report.gpus == count
 
 
 def test_a_report_tells_of_each_cache_that_is_used(
@@ -151,6 +159,12 @@ def test_a_report_tells_of_each_cache_that_is_used(
     ]
     assert (cache.last_hour.requested_tokens, cache.last_hour.hit_tokens) == (3 * TOKENS, 2 * TOKENS)
     assert cache.decision == "Accepted"
+    (pod,) = report.pods
+    assert (pod.uid, pod.cache_namespace, pod.state) == ("uid-of-engine-0", NAME, pb.VISIT_STATE_ATTACHED)
+    assert (pod.sessions, pod.engines, pod.requested_tokens, pod.hit_tokens) == (2, 1, 3 * TOKENS, 2 * TOKENS)
+    assert not report.refusals
+    reporting.refused(NAME, token=b"forged")
+    assert sum(next_report(reporting, operator)[0].refusals.values()) == 1
     engine.close()
     api.put(NAME, "one", resetGeneration=4)
     reporting.until(lambda: not reporting.agent.cache.stats().used_bytes)

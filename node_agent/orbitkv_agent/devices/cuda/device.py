@@ -16,6 +16,7 @@ from orbitkv_agent.devices.base import CopyPart
 from orbitkv_agent.devices.cuda.geometry import GroupPlaces, group_places
 from orbitkv_agent.devices.cuda.gpu import Gpu, Imported
 from orbitkv_agent.devices.cuda.lanes import CopyJob
+from orbitkv_agent.devices.cuda.nvml import device_count
 from orbitkv_agent.devices.cuda.pinned import LARGEST_ARENA, PinnedArenas
 from orbitkv_agent.devices.cuda.plans import PagesOfGroup
 from orbitkv_agent.sessions.errors import Refused, unsupported
@@ -57,6 +58,9 @@ class CudaDevice:
         driver: the CUDA driver.
         post: has a callback called on the owner thread.
         lost: called when a GPU fails so that it cannot be known whether copies have ended.
+
+    Attributes:
+        count: GPUs that the agent sees.
     """
 
     name: Final = "cuda"
@@ -66,6 +70,8 @@ class CudaDevice:
         self._post = post
         self._lost = lost
         self._infos = {info.uuid: info for info in driver.gpus()}
+        counted = device_count()
+        self.count = len(self._infos) if counted is None else counted
         self._gpus: dict[str, Gpu] = {}
         self._arenas: ArenaPool | None = None
         self.pinned = PinnedArenas(driver, self.any_context)

@@ -1,8 +1,14 @@
-"""How much of a GPU's memory is taken, asked without a context of our own."""
+"""What the driver's management library says: how many GPUs there are, and how much of one's memory is taken.
+
+It is asked without a context of our own, which would take memory of each GPU.
+"""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 
 class _Memory(ctypes.Structure):
@@ -11,20 +17,37 @@ class _Memory(ctypes.Structure):
     _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
 
 
+@contextmanager
+def _library() -> Iterator[Any]:
+    """Raises OSError: there is none, or it cannot be used."""
+    library = ctypes.CDLL("libnvidia-ml.so.1")
+    if library.nvmlInit_v2():
+        raise OSError("NVML cannot be initialised")
+    try:
+        yield library
+    finally:
+        library.nvmlShutdown()
+
+
+def device_count() -> int | None:
+    """How many GPUs this process sees, whole ones; None where it cannot be told (no NVML)."""
+    try:
+        with _library() as library:
+            count = ctypes.c_uint()
+            return None if library.nvmlDeviceGetCount_v2(ctypes.byref(count)) else count.value
+    except (OSError, AttributeError):
+        return None
+
+
 def used_bytes(uuid: str) -> int | None:
     """Memory of the GPU that is taken, by whomever; None where it cannot be told (no NVML, a part of a GPU)."""
     try:
-        library = ctypes.CDLL("libnvidia-ml.so.1")
-        if library.nvmlInit_v2():
-            return None
-        try:
+        with _library() as library:
             device, memory = ctypes.c_void_p(), _Memory()
             if library.nvmlDeviceGetHandleByUUID(uuid.encode(), ctypes.byref(device)):
                 return None
             if library.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory)):
                 return None
             return int(memory.used)
-        finally:
-            library.nvmlShutdown()
     except (OSError, AttributeError):
         return None

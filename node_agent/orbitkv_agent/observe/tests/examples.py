@@ -75,7 +75,7 @@ def example_snapshot() -> Snapshot:
         "sessions": {
             "by_namespace": {"": 2, "team-a/qwen": 4},
             "registered_bytes": {"host": 2 * GIB},
-            "rejections": {"version": 1},
+            "rejections": {"version-mismatch": 1},
             "layout_proofs": {"proven": 2},
             "publish_stalled": 0,
         },

@@ -111,12 +111,12 @@ def test_known_label_values_are_there_before_anything_happened() -> None:
 
     assert value(snapshot, "cache_tier_block_requests_total", tier="ssd") == 0
     assert value(snapshot, "query_reserved_bytes_by_phase", phase="preparing") == 0
-    assert value(snapshot, "session_rejections_total", reason="frame") == 0
+    assert value(snapshot, "session_rejections_total", reason="bad-frame") == 0
 
 
 def test_unknown_label_values_are_counted_together_as_other() -> None:
     snapshot = example_snapshot()
-    snapshot["sessions"]["rejections"] = {"version": 1, "sent-by-a-client-1": 2, "sent-by-a-client-2": 3}
+    snapshot["sessions"]["rejections"] = {"version-mismatch": 1, "sent-by-a-client-1": 2, "sent-by-a-client-2": 3}
 
     assert value(snapshot, "session_rejections_total", reason="other") == 5
     assert not any("sent-by-a-client" in str(labels) for _, labels in series(snapshot))

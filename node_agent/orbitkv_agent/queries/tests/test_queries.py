@@ -141,7 +141,7 @@ def test_only_its_owner_gives_a_lease_back(engine: Engine) -> None:
     engine.save(hashes(1))
     ready = engine.ready(hashes(1))
     stranger = engine.world.client()
-    assert stranger.refused(Release(list(ready.leases))).kind == ErrorKind.STALE
+    stranger.call(Release([*ready.leases, 12345]), Done)  # an answer that tells nothing about either
     engine.worker.done(engine.start(ready))
 
 

@@ -11,8 +11,9 @@ import socket
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Union, get_args
 
+import msgspec
 import pytest
 
 from orbitkv.protocol import framing
@@ -22,6 +23,7 @@ from orbitkv.protocol.messages import (
     AttachInstance,
     ConfigureNamespace,
     Done,
+    EngineReport,
     GetStatus,
     Goodbye,
     Hello,
@@ -30,6 +32,7 @@ from orbitkv.protocol.messages import (
     Ping,
     Pong,
     Refusal,
+    Request,
     RetiredArenas,
     Status,
     SubmitSaves,
@@ -38,7 +41,7 @@ from orbitkv.protocol.messages import (
 from orbitkv.protocol.records import SLOTS, WORD_BYTES, Header
 from orbitkv.protocol.versions import MESSAGES, VersionRange
 from orbitkv_agent.agent import Agent
-from orbitkv_agent.sessions import server
+from orbitkv_agent.sessions import dispatch, server
 from orbitkv_agent.sessions.peers import peer_of
 from orbitkv_agent.sessions.server import SocketTakenError
 from orbitkv_agent.sessions.session import MAX_WAITING_BYTES, SessionState
@@ -152,7 +155,18 @@ def test_versions_that_do_not_meet_are_refused_with_both_ranges(world: World, fi
     assert "[7, 9]" in refusal.message
     assert "[1, 1]" in refusal.message
     assert client.closed()
-    assert world.agent.counters.session_rejections["version"] == 1
+    assert world.agent.counters.session_rejections["version-mismatch"] == 1
+
+
+def test_a_message_of_a_newer_release_is_refused_and_the_session_goes_on(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As this agent did before it knew what engines report."""
+    before = tuple(each for each in get_args(Request) if each is not EngineReport)
+    monkeypatch.setattr(dispatch, "request_decoder", msgspec.msgpack.Decoder(Union[before]))  # noqa: UP007 - a tuple
+    client = world.client()
+    assert client.refused(EngineReport("vllm 0.32.0")).kind == ErrorKind.INVALID
+    assert client.call(Ping(), Pong).ok
 
 
 def test_a_newer_client_that_speaks_our_version_too_is_served(world: World) -> None:
@@ -195,7 +209,7 @@ def test_who_does_not_introduce_itself_in_time_is_closed(world: World) -> None:
 def test_a_user_that_is_not_allowed_is_denied(tmp_path: Path) -> None:
     with World(tmp_path, allowed_uids=[os.getuid() + 1]) as world:
         assert _refusal(world).kind == ErrorKind.DENIED
-        assert world.agent.counters.session_rejections == {"user": 1}
+        assert world.agent.counters.session_rejections == {"user-denied": 1}
 
 
 def _refusal(world: World) -> Refusal:
@@ -222,7 +236,7 @@ def test_connections_of_one_user_are_limited(tmp_path: Path) -> None:
         world.client()
         refusal = _refusal(world)
         assert (refusal.kind, "max_connections_per_peer" in refusal.message) == (ErrorKind.BUSY, True)
-        assert world.agent.counters.session_rejections == {"peer-limit": 1}
+        assert world.agent.counters.session_rejections == {"too-many-connections": 1}
 
 
 # ------------------------------------------------------------------------------------------- bad input
@@ -255,7 +269,7 @@ def test_before_the_handshake_only_small_frames_are_taken(world: World) -> None:
     client = world.client(hello=False)
     client.socket.sendall(framing.HEADER.pack(framing.MAX_HELLO_BYTES + 1, 1))
     assert client.closed()
-    assert world.agent.counters.session_rejections == {"frame": 1}
+    assert world.agent.counters.session_rejections == {"bad-frame": 1}
 
 
 def test_a_frame_may_come_in_pieces_and_several_in_one_piece(world: World) -> None:
