@@ -36,9 +36,14 @@ class Image:
         return f"{REPOSITORY}/{self.name}:{wheels.VERSION}"
 
     @property
+    def folder(self) -> Path:
+        """Its Containerfile, and what that copies beside the wheels."""
+        return FOLDER / self.name
+
+    @property
     def containerfile(self) -> Path:
         """How it is built."""
-        return FOLDER / self.name / "Containerfile"
+        return self.folder / "Containerfile"
 
 
 IMAGES = (Image("operator", "operator"), Image("node-agent", "agent"), Image("engine-plugin", None))
@@ -46,13 +51,15 @@ IMAGES = (Image("operator", "operator"), Image("node-agent", "agent"), Image("en
 
 def inputs(base_image: str) -> str:
     """A digest of all that the images are made from."""
-    files = [*wheels.sources(), *sorted(FOLDER.rglob("Containerfile")), *sorted(FOLDER.glob("*.py"))]
+    own = [path for image in IMAGES for path in sorted(image.folder.iterdir())]
+    files = [*wheels.sources(), *own, *sorted(FOLDER.glob("*.py"))]
     return hashlib.sha256(f"{base_image} {wheels.digest(files)}".encode()).hexdigest()
 
 
 def fill_context(context: Path, image: Image, wheel: Path, python: str) -> None:
-    """Makes the folder that an image is built from: its Containerfile and the wheels."""
-    shutil.copy(image.containerfile, context / "Containerfile")
+    """Makes the folder that an image is built from: its own files and the wheels."""
+    for path in image.folder.iterdir():
+        shutil.copy(path, context)
     (context / "wheels" / "orbitkv").mkdir(parents=True)
     shutil.copy2(wheel, context / "wheels" / "orbitkv")
     if image.extra is not None:

@@ -1,21 +1,23 @@
 """What is installed in the images, downloaded and built beforehand, as no image's build reaches the network.
 
 A folder `wheels` beside a Containerfile holds `orbitkv`, the project's own wheel, built so that the same tree gives the
-same bytes; and `dependencies`, with a requirements.txt that names each at its version.
+same bytes; and `dependencies`, with a requirements.txt that names each at its version with digests of its files.
 """
 
 import hashlib
 import os
-import re
 import shutil
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
+from packaging.requirements import Requirement
+
 from tools.cache import SetUpError, cache_folder, say
 
 ROOT = Path(__file__).resolve().parent.parent
+LOCKS = Path(__file__).resolve().parent / "locks"
 EPOCH = "1580601600"
 """SOURCE_DATE_EPOCH of the wheel: every file in it has this time, in seconds since 1970."""
 
@@ -80,28 +82,53 @@ def build_wheel(target: Path) -> Path:
     return wheel
 
 
+def lock(extra: str) -> Path:
+    """The file that names each dependency of an extra at its version, with digests of its files (`images.lock`)."""
+    return LOCKS / f"{extra}.lock"
+
+
+def locked(extra: str, python: str) -> list[Requirement]:
+    """What is locked for an extra and a Python version such as 3.12, each at one version."""
+    here = {"python_version": python, "python_full_version": f"{python}.0"}
+    text = lock(extra).read_text()
+    found = [Requirement(line.removesuffix("\\")) for line in text.splitlines() if line[:1].isalnum()]
+    return [each for each in found if each.marker is None or each.marker.evaluate(here)]
+
+
+def requirements(extra: str, python: str) -> str:
+    """The text of a requirements.txt for a Python version, with the digests of `lock`."""
+    wanted = {(each.name, str(each.specifier)) for each in locked(extra, python)}
+    lines: list[str] = []
+    taken = False
+    for line in lock(extra).read_text().splitlines():
+        if line[:1].isalnum():
+            found = Requirement(line.removesuffix("\\"))
+            taken = (found.name, str(found.specifier)) in wanted
+            lines += [f"{found.name}{found.specifier} \\"] if taken else []
+        elif taken and line[:1] == " ":
+            lines.append(line)
+    return "\n".join([*lines, ""])
+
+
 def download(extra: str, python: str) -> Path:
     """Returns a folder with the wheels of an extra's dependencies for a Python version such as 3.12.
 
-    It is downloaded once for each list of requirements, and kept. Raises SetUpError.
+    They are downloaded once for each list of requirements, and kept; a file with another digest is refused. Raises
+    SetUpError.
     """
-    wanted = dependencies(extra)
-    key = hashlib.sha256("\n".join([python, *PLATFORMS, *wanted]).encode()).hexdigest()[:12]
+    wanted = requirements(extra, python)
+    key = hashlib.sha256("\n".join([python, *PLATFORMS, wanted]).encode()).hexdigest()[:12]
     folder = cache_folder() / "images" / f"wheels-{extra}-{key}"
     if (folder / "requirements.txt").exists():
         return folder
     say(f"downloading what the image of the {extra} needs, for Python {python}")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
+    unfinished = folder / "requirements.txt.part"
+    unfinished.write_text(wanted)
     platforms = [f"--platform={platform}" for platform in PLATFORMS]
-    options = ["--quiet", "--only-binary=:all:", f"--python-version={python}", *platforms, f"--dest={folder}"]
-    run([sys.executable, "-m", "pip", "download", *options, *wanted], f"the dependencies of the {extra}")
-    pinned = sorted(requirement(wheel) for wheel in folder.glob("*.whl"))
-    (folder / "requirements.txt").write_text("\n".join([*pinned, ""]))
+    options = ["--quiet", "--only-binary=:all:", "--no-deps", "--require-hashes", f"--python-version={python}"]
+    options += [*platforms, f"--dest={folder}", f"--requirement={unfinished}"]
+    run([sys.executable, "-m", "pip", "download", *options], f"the dependencies of the {extra}")
+    unfinished.rename(folder / "requirements.txt")
     return folder
-
-
-def requirement(wheel: Path) -> str:
-    """A wheel's line in requirements.txt."""
-    name, version = wheel.name.split("-")[:2]
-    return f"{re.sub('[-_.]+', '-', name).lower()}=={version}"
