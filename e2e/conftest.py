@@ -1,22 +1,22 @@
 """Fixtures of the tests on a cluster.
 
 `target` is the cluster and the programs to talk to it, `kubectl` one of them. `installation` is OrbitKV, installed from
-its chart once for a module (with the module's HELM_VALUES, if it has them). `own_cluster` is the project's own cluster,
-to stop and kill parts of: tests that use it are skipped on any other.
+its chart (with the module's HELM_VALUES, if it has them) and kept for the modules that want the same; `bare` is a
+cluster without it. `own_cluster` is the project's own cluster, to stop and kill parts of: tests that use it are skipped
+on any other. Tests that use none of these get along without nodes, and may run beside those that do.
 """
 
 from collections.abc import Generator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from e2e.cluster.cluster import FIRST, Cluster
 from e2e.support import diagnostics
-from e2e.support import installation as installations
-from e2e.support.installation import Installation
+from e2e.support.installation import Installation, Installations, remove_everything
 from e2e.support.kubectl import Kubectl
-from e2e.support.target import Target, connect
+from e2e.support.target import Target, connect, foreign_kubeconfig
 from images import build
 
 FOLDER = Path(__file__).resolve().parent
@@ -26,7 +26,17 @@ FAILURES = pytest.StashKey[list[BaseException]]()
 
 
 @pytest.fixture(scope="session")
-def target(request: pytest.FixtureRequest) -> Iterator[Target]:
+def building() -> Iterator[Future[list[str]] | None]:
+    """The images, built from this tree while the cluster starts; None where they come from a registry."""
+    if foreign_kubeconfig() is not None:
+        yield None
+        return
+    with ThreadPoolExecutor(1) as thread:
+        yield thread.submit(build.build)
+
+
+@pytest.fixture(scope="session")
+def target(request: pytest.FixtureRequest, building: Future[list[str]] | None) -> Iterator[Target]:
     """The cluster: the project's own, started if it does not run, or the one that KUBECONFIG names."""
     with connect() as found:
         request.config.stash[TARGET] = found
@@ -40,28 +50,52 @@ def kubectl(target: Target) -> Kubectl:
 
 
 @pytest.fixture(scope="session")
-def images(target: Target) -> list[str]:
+def images(target: Target, building: Future[list[str]] | None) -> list[str]:
     """The names of OrbitKV's images, built from this tree and on the nodes of the project's own cluster."""
-    if target.own is None:
+    if target.own is None or building is None:
         return [image.reference.replace("localhost", target.registry, 1) for image in build.IMAGES]
-    names = build.build()
+    names = building.result()
     build.load(target.own)
     return names
 
 
+@pytest.fixture(scope="session")
+def installations(target: Target, images: list[str]) -> Iterator[Installations]:
+    """What keeps OrbitKV installed from module to module."""
+    kept = Installations(target)
+    yield kept
+    kept.end()
+
+
 @pytest.fixture(scope="module")
-def installation(target: Target, images: list[str], request: pytest.FixtureRequest) -> Iterator[Installation]:
-    """OrbitKV, installed for the tests of a module; removed after them, with the pools and namespaces they made."""
-    values: dict[str, Any] = getattr(request.module, "HELM_VALUES", {})
-    with installations.installed(target, values) as there:
-        yield there
+def installation(installations: Installations, request: pytest.FixtureRequest) -> Iterator[Installation]:
+    """OrbitKV, installed; the pools and namespaces that the tests of a module make are removed after them."""
+    there = installations.get(getattr(request.module, "HELM_VALUES", {})).part()
+    yield there
+    there.clean_up()
 
 
 @pytest.fixture
 def clean(installation: Installation) -> Iterator[Installation]:
     """The installation, without what the test makes: its pools and namespaces are deleted after it."""
-    yield installation
-    installation.clean_up()
+    there = installation.part()
+    yield there
+    there.clean_up()
+
+
+@pytest.fixture(scope="module")
+def bare(target: Target, installations: Installations) -> Iterator[Target]:
+    """The project's own cluster with the images on its nodes, and nothing else of OrbitKV."""
+    if target.own is None:
+        pytest.skip("installs and removes OrbitKV, so it runs on the project's own cluster only: unset KUBECONFIG")
+    installations.end()
+    remove_everything(target)
+    names = [each["metadata"]["name"] for each in target.kubectl.list_all("namespaces")]
+    for name in names:
+        if name.startswith("orbitkv-test"):  # it goes by itself, after the test that made it
+            target.kubectl.wait_gone("namespace", name, timeout=90)
+    yield target
+    remove_everything(target)
 
 
 @pytest.fixture
@@ -74,13 +108,38 @@ def own_cluster(target: Target) -> Iterator[Cluster]:
     assert list(target.own.nodes) == list(FIRST)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Makes the marks known."""
+    config.addinivalue_line("markers", "nodes: runs on a cluster with nodes; each test that uses them gets it here")
+    config.addinivalue_line("markers", "ends_cluster: ends the cluster and starts another one: runs after all others")
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Limits the time of each test itself: what tests share may take minutes to make, and has deadlines of its own."""
+    """Marks the tests that need nodes, and puts those first that share an installation.
+
+    Limits the time of each test itself: what tests share may take minutes to make, and has deadlines of its own.
+    """
     for item in items:
         if item.path.is_relative_to(FOLDER):
             given = item.get_closest_marker("timeout")
             seconds = given.args[0] if given is not None and given.args else TEST_SECONDS
             item.add_marker(pytest.mark.timeout(seconds, func_only=True), append=False)
+            if "target" in fixtures(item):
+                item.add_marker("nodes")
+    items.sort(key=turn)
+
+
+def fixtures(item: pytest.Item) -> list[str]:
+    """The names of all fixtures that a test uses, those of its fixtures included."""
+    return item.fixturenames if isinstance(item, pytest.Function) else []
+
+
+def turn(item: pytest.Item) -> int:
+    """When a test has its turn: with the others on an installation that is kept, after them, or last of all."""
+    if item.get_closest_marker("ends_cluster"):
+        return 2
+    return 0 if "installation" in fixtures(item) else 1
 
 
 @pytest.hookimpl(wrapper=True)

@@ -11,10 +11,9 @@ from e2e.cluster.cgroups import ROOT, ControlGroups
 from e2e.cluster.cluster import FIRST, Cluster, state_folder
 from e2e.cluster.network import HOST_INTERFACE, NODES, PODS, SERVICES
 from e2e.cluster.node import PRIVATE
-from e2e.support.installation import fake_node_object, namespace_object, unique
+from e2e.support.installation import Installations, fake_node_object, namespace_object, unique
 from e2e.support.kubectl import Kubectl, Object, has_condition
 from e2e.support.target import Target
-from images import build
 
 
 def output(*command: str) -> str:
@@ -44,8 +43,9 @@ def traces() -> dict[str, object]:
     }
 
 
+@pytest.mark.ends_cluster
 def test_a_cluster_that_was_cut_short_goes_without_a_trace_and_starts_again_in_half_a_minute(
-    own_cluster: Cluster, images: list[str]
+    own_cluster: Cluster, installations: Installations
 ) -> None:
     before = {path: Path(path).exists() for path in PRIVATE if Path(path).exists() and any(Path(path).iterdir())}
     assert traces()["processes"], "the cluster that runs would not be seen"
@@ -54,6 +54,7 @@ def test_a_cluster_that_was_cut_short_goes_without_a_trace_and_starts_again_in_h
     own_cluster.nodes["node-b"].processes.stop("containerd")
     own_cluster.control_plane.processes.stop("etcd")
     Cluster.down()
+    installations.forget()
     assert not any(traces().values()), traces()
     assert {path: Path(path).exists() for path in before} == before
 
@@ -61,7 +62,6 @@ def test_a_cluster_that_was_cut_short_goes_without_a_trace_and_starts_again_in_h
     Cluster.up()
     seconds = time.monotonic() - started
     own_cluster.reload()
-    build.load(own_cluster)
     assert seconds < 30
     assert own_cluster.ended() == []
 
@@ -171,16 +171,6 @@ def test_nodes_do_not_count_the_same_memory_twice(target: Target, kubectl: Kubec
     allocatable = sum(int(node["status"]["allocatable"]["memory"]) for node in nodes)
     (line,) = [line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemTotal")]
     assert allocatable < 1024 * int(line.split()[1])
-
-
-def test_a_third_node_comes_and_goes(own_cluster: Cluster, kubectl: Kubectl) -> None:
-    node = own_cluster.add_node("node-c")
-    found = kubectl.get("node", "node-c")
-    assert found is not None
-    assert {"type": "InternalIP", "address": node.address} in found["status"]["addresses"]
-    own_cluster.remove_node("node-c")
-    assert kubectl.get("node", "node-c") is None
-    assert not node.folder.exists()
 
 
 def test_nodes_without_a_machine_are_played(own_cluster: Cluster, kubectl: Kubectl) -> None:

@@ -77,9 +77,10 @@ def test_the_agents_image_starts_without_any_capability(images: list[str], run: 
 def test_the_plugins_files_are_copied_by_an_init_container_and_found_by_any_python(images: list[str], run: Run) -> None:
     mount = [{"name": "payload", "mountPath": "/orbitkv"}]
     program = (
-        "import importlib.metadata, os, orbitkv; "
+        "import importlib.metadata, os, orbitkv, orbitkv.sglang.plugin, orbitkv.vllm.plugin; "
         "print(orbitkv.__file__); "
-        "print(*[point.value for point in importlib.metadata.entry_points(group='vllm.general_plugins')]); "
+        "points = importlib.metadata.entry_points(name='orbitkv'); "
+        "print(*sorted(f'{point.group}={point.value}' for point in points)); "
         "print(*sorted(os.listdir('/orbitkv')))"
     )
     # the system's Python, as an engine's: it has no package of ours
@@ -97,13 +98,16 @@ def test_the_plugins_files_are_copied_by_an_init_container_and_found_by_any_pyth
     copy = {
         "name": "copy",
         "image": images[2],
-        "command": ["cp", "-r", "/payload/.", "/orbitkv"],
+        "command": ["/orbitkv-copy", "/orbitkv"],
         "volumeMounts": mount,
     }
     spec = {**spec, "initContainers": [copy], "volumes": [{"name": "payload", "emptyDir": {}}]}
     path, points, files = run(spec).splitlines()
     assert path == "/orbitkv/orbitkv/__init__.py"
-    assert points == "orbitkv.vllm.plugin:register"
+    assert points.split() == [
+        "sglang.srt.plugins=orbitkv.sglang.plugin:register",
+        "vllm.general_plugins=orbitkv.vllm.plugin:register",
+    ]
     names = files.split()
     assert "orbitkv" in names
     assert all(name == "orbitkv" or name.endswith(".dist-info") for name in names)

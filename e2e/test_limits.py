@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
+from kubernetes.client import CustomObjectsApi
 
-from e2e.support.installation import Installation, cache_object, pool_object, unique
+from e2e.support.installation import GROUP, VERSION, Installation, cache_object, pool_object, unique
 from e2e.support.kubectl import Kubectl, KubectlError, Object, condition
+from orbitkv_operator.cluster.api import load_client
 
 MANY = 1000
 
@@ -17,13 +17,17 @@ def name_of(length: int, start: str) -> str:
     return f"{unique(start)}{'x' * length}"[:length]
 
 
-def test_pool_with_a_name_of_50_characters_works(clean: Installation, kubectl: Kubectl) -> None:
-    pool = clean.make_pool(name_of(50, "p"))
+@pytest.fixture(scope="module")
+def pool(installation: Installation) -> str:
+    """A pool with the longest name that one may have."""
+    return installation.make_pool(name_of(50, "p"), memory="128Mi")
+
+
+def test_pool_with_a_name_of_50_characters_works(clean: Installation, kubectl: Kubectl, pool: str) -> None:
     agents = clean.agents(pool)
     assert agents
     assert all(pod["metadata"]["labels"]["orbitkv.io/pool"] == pool for pod in agents.values())
-    namespace = clean.make_namespace()
-    clean.make_cache(namespace, pool)
+    clean.make_cache(clean.make_namespace(), pool)
     shown = wait_count(kubectl, pool, 1)
     assert shown["status"]["nodes"]["ready"] == len(agents)
 
@@ -33,8 +37,8 @@ def test_pool_with_a_name_of_51_characters_is_refused(installation: Installation
         kubectl.apply(pool_object(name_of(51, "p")))
 
 
-def test_cache_with_a_name_of_253_characters_works(clean: Installation, kubectl: Kubectl) -> None:
-    pool, namespace = clean.make_pool(), clean.make_namespace()
+def test_cache_with_a_name_of_253_characters_works(clean: Installation, kubectl: Kubectl, pool: str) -> None:
+    namespace = clean.make_namespace()
     name = ".".join(name_of(63, f"c{part}") for part in range(4))[:253]
     clean.make_cache(namespace, pool, name)
     kubectl.patch("cachenamespace", name, {"spec": {"resetGeneration": 1}}, namespace)
@@ -52,14 +56,15 @@ def test_field_with_a_typing_error_is_refused_by_name(installation: Installation
         kubectl.apply(pool_object(unique("pool"), nodeSelektor={"a": "b"}))
 
 
-def test_thousand_caches_share_one_pool(clean: Installation, kubectl: Kubectl) -> None:
-    pool, namespace = clean.make_pool(memory="128Mi"), clean.make_namespace()
-    # each is guaranteed 1 MiB: the pool has room for 128 of them
-    caches = [
-        cache_object(f"cache-{index:04}", namespace, pool, quota={"guaranteedDram": "1Mi"}) for index in range(MANY)
-    ]
-    listed = json.dumps({"apiVersion": "v1", "kind": "List", "items": caches})
-    kubectl.run("create", "-f", "-", stdin=listed, timeout=180)
+def test_thousand_caches_share_one_pool(clean: Installation, kubectl: Kubectl, pool: str) -> None:
+    namespace = clean.make_namespace()
+    wait_count(kubectl, pool, 0)
+    api = CustomObjectsApi(load_client(str(kubectl.kubeconfig)))  # kubectl asks five times a second
+    place = (GROUP, VERSION, namespace, "cachenamespaces")
+    for index in range(MANY):
+        # each is guaranteed 1 MiB: the pool has room for 128 of them
+        cache = cache_object(f"cache-{index:04}", namespace, pool, quota={"guaranteedDram": "1Mi"})
+        api.create_namespaced_custom_object(*place, cache)
     wait_count(kubectl, pool, MANY)
 
     def decided() -> list[Object]:
@@ -73,7 +78,7 @@ def test_thousand_caches_share_one_pool(clean: Installation, kubectl: Kubectl) -
         assert condition(each, "Accepted")["reason"] == ("Accepted" if fits else "GuaranteeExceedsPool")
     clean.wait_ready("managerpool", pool)
 
-    kubectl.run("delete", "--raw", f"/apis/orbitkv.io/v1alpha1/namespaces/{namespace}/cachenamespaces", timeout=180)
+    api.delete_collection_namespaced_custom_object(*place)
     wait_count(kubectl, pool, 0)
     assert not any(
         status["restartCount"]

@@ -7,15 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from e2e.cluster.cluster import Cluster
-from e2e.support.installation import (
-    OWN_NAMESPACE,
-    PRIVILEGED,
-    RELEASE,
-    Installation,
-    namespace_object,
-    remove_everything,
-)
+from e2e.support.installation import OWN_NAMESPACE, PRIVILEGED, RELEASE, Installation, namespace_object
 from e2e.support.kubectl import Kubectl
 from e2e.support.target import Target
 
@@ -23,15 +15,13 @@ DEFINITIONS = sorted((Path(__file__).resolve().parents[1] / "crds").glob("*.yaml
 
 
 @pytest.fixture
-def early(target: Target, images: list[str], own_cluster: Cluster) -> Iterator[Installation]:
+def early(bare: Target) -> Iterator[Installation]:
     """OrbitKV without CustomResourceDefinitions, not waited for."""
-    remove_everything(target)
-    target.kubectl.apply(namespace_object(OWN_NAMESPACE, PRIVILEGED))
-    target.helm[3].install(RELEASE, OWN_NAMESPACE, {"crds": {"install": False}}, wait=0)
-    there = Installation(target, OWN_NAMESPACE)
+    bare.kubectl.apply(namespace_object(OWN_NAMESPACE, PRIVILEGED))
+    bare.helm[3].install(RELEASE, OWN_NAMESPACE, {"crds": {"install": False}}, wait=0)
+    there = Installation(bare, OWN_NAMESPACE)
     yield there
     there.clean_up()
-    remove_everything(target)
 
 
 def test_operator_waits_for_the_definitions_and_then_works(early: Installation, kubectl: Kubectl) -> None:

@@ -29,6 +29,19 @@ EVERYTHING: dict[str, Any] = {
         "podAnnotations": {"example.com/a": "b"},
         "podLabels": {"example.com/team": "a"},
     },
+    "injection": {
+        "payload": {"pullSecrets": [{"name": "pull-c"}], "mode": "imageVolume", "pullPolicy": "Always"},
+        "podSecurityDefault": "baseline",
+    },
+    "webhook": {
+        "priorityClassName": "system-cluster-critical",
+        "nodeSelector": {"kubernetes.io/os": "linux"},
+        "tolerations": [{"operator": "Exists"}],
+        "affinity": {"nodeAffinity": {}},
+        "podAnnotations": {"example.com/a": "b"},
+        "podLabels": {"example.com/team": "a"},
+    },
+    "compat": {"lmcache": True},
     "certificates": {"provider": "cert-manager"},
     "networkPolicy": {"metricsFrom": [{"namespaceSelector": {"matchLabels": {"name": "monitoring"}}}]},
     "monitoring": {

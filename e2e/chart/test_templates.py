@@ -12,7 +12,14 @@ import yaml
 
 from e2e.chart.helm import CHART, EVERYTHING, NAMESPACE, Helm
 from orbitkv_crds import names
-from orbitkv_operator.rights import CLUSTER_RULES, NAMESPACE_RULES
+from orbitkv_operator.admission.server import PATH
+from orbitkv_operator.admission.settings import load_settings as load_webhook_settings
+from orbitkv_operator.rights import (
+    CLUSTER_RULES,
+    NAMESPACE_RULES,
+    WEBHOOK_CLUSTER_RULES,
+    WEBHOOK_NAMESPACE_RULES,
+)
 from orbitkv_operator.settings import load_settings
 
 ROOT = CHART.parents[1]
@@ -21,6 +28,7 @@ CLUSTER_SCOPED = {
     "ClusterRole",
     "ClusterRoleBinding",
     "CustomResourceDefinition",
+    "MutatingWebhookConfiguration",
     "PriorityClass",
     "SecurityContextConstraints",
     "ValidatingAdmissionPolicy",
@@ -50,12 +58,13 @@ def test_names_do_not_depend_on_the_release(helm: Helm, values: dict[str, Any]) 
     assert rendered("orbitkv") == rendered("another")
 
 
-def test_selectors_do_not_depend_on_release_or_version(helm: Helm) -> None:
+@pytest.mark.parametrize("component", ["operator", "webhook"])
+def test_selectors_do_not_depend_on_release_or_version(helm: Helm, component: str) -> None:
     """A selector cannot be changed: an upgrade, or another release that takes over, would fail."""
-    deployment = helm.render().one("Deployment", "orbitkv-operator")
+    deployment = helm.render().one("Deployment", f"orbitkv-{component}")
     assert deployment["spec"]["selector"]["matchLabels"] == {
         "app.kubernetes.io/name": "orbitkv",
-        "app.kubernetes.io/component": "operator",
+        "app.kubernetes.io/component": component,
     }
 
 
@@ -104,6 +113,19 @@ def test_rights_of_the_operator_are_what_its_code_lists(helm: Helm) -> None:
     assert objects.one("Role", "orbitkv-operator")["rules"] == [r.as_policy_rule() for r in NAMESPACE_RULES]
 
 
+def test_rights_of_the_webhook_are_what_its_code_lists_and_write_nothing(helm: Helm) -> None:
+    objects = helm.render()
+    in_cluster, here = (objects.one(kind, "orbitkv-webhook")["rules"] for kind in ("ClusterRole", "Role"))
+    assert in_cluster == [r.as_policy_rule() for r in WEBHOOK_CLUSTER_RULES]
+    assert here == [r.as_policy_rule() for r in WEBHOOK_NAMESPACE_RULES]
+    assert {
+        (kind, verb)
+        for rule in (*in_cluster, *here)
+        for kind in rule["resources"]
+        for verb in set(rule["verbs"]) - {"get", "list", "watch"}
+    } == {("tokenreviews", "create"), ("subjectaccessreviews", "create")}
+
+
 @pytest.mark.parametrize("values", VALUES, ids=["defaults", "everything"])
 def test_no_role_has_a_wildcard_or_can_grant_rights(helm: Helm, values: dict[str, Any]) -> None:
     objects = helm.render(values)
@@ -134,6 +156,10 @@ def test_people_get_cache_namespaces_through_the_roles_that_they_have(helm: Helm
 # ------------------------------------------------------------------------------------------------------------- operator
 
 
+def app_version() -> str:
+    return str(yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"])
+
+
 def pod_spec(helm: Helm, values: dict[str, Any] | None = None) -> dict[str, Any]:
     spec: dict[str, Any] = helm.render(values).one("Deployment", "orbitkv-operator")["spec"]["template"]["spec"]
     return spec
@@ -159,6 +185,10 @@ def test_operator_understands_what_the_chart_sets(helm: Helm, values: dict[str, 
     assert settings.certificates == values.get("certificates", {}).get("provider", "self-managed")
     assert list(settings.agent_pull_secrets) == [s["name"] for s in values.get("images", {}).get("pullSecrets", [])]
     assert list(settings.metrics_from) == values.get("networkPolicy", {}).get("metricsFrom", [])
+    payload = values.get("injection", {}).get("payload", {})
+    assert settings.webhook is True
+    assert settings.payload_mode == payload.get("mode", "init")
+    assert list(settings.payload_pull_secrets) == [s["name"] for s in payload.get("pullSecrets", [])]
     unknown = {name for name in environment if name.startswith("ORBITKV_OPERATOR_")} - {
         f"ORBITKV_OPERATOR_{name.upper()}" for name in type(settings).model_fields
     }
@@ -176,7 +206,8 @@ def test_ports_are_those_that_the_operator_opens(helm: Helm) -> None:
 
 @pytest.mark.parametrize("values", VALUES, ids=["defaults", "everything"])
 def test_pods_meet_the_restricted_standard(helm: Helm, values: dict[str, Any]) -> None:
-    pods = [pod_spec(helm, values), helm.render(values).one("Pod", "orbitkv-test")["spec"]]
+    webhook = helm.render(values).one("Deployment", "orbitkv-webhook")["spec"]["template"]["spec"]
+    pods = [pod_spec(helm, values), webhook, helm.render(values).one("Pod", "orbitkv-test")["spec"]]
     for spec in pods:
         assert spec["securityContext"]["runAsNonRoot"] is True
         assert spec["securityContext"]["runAsUser"] == 10001
@@ -196,7 +227,7 @@ def test_images_by_registry_tag_and_digest(helm: Helm) -> None:
         found = container(helm, values)
         return found["image"], next(e["value"] for e in found["env"] if e["name"] == "ORBITKV_OPERATOR_AGENT_IMAGE")
 
-    version = yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"]
+    version = app_version()
     assert images({}) == (f"localhost/orbitkv/operator:{version}", f"localhost/orbitkv/node-agent:{version}")
     assert images(EVERYTHING) == (
         "other.example.com/orbitkv/operator@sha256:" + "a" * 64,
@@ -212,17 +243,89 @@ def test_versions_agree() -> None:
     assert chart["version"] == project
 
 
-def test_disruption_budget_lets_a_node_with_the_only_operator_be_drained(helm: Helm) -> None:
-    spec = helm.render({"operator": {"replicas": 1}}).one("PodDisruptionBudget", "orbitkv-operator")["spec"]
+@pytest.mark.parametrize("component", ["operator", "webhook"])
+def test_disruption_budget_lets_a_node_with_the_only_replica_be_drained(helm: Helm, component: str) -> None:
+    spec = helm.render({component: {"replicas": 1}}).one("PodDisruptionBudget", f"orbitkv-{component}")["spec"]
     assert spec["maxUnavailable"] == 1
     assert "minAvailable" not in spec
 
 
-def test_labels_of_people_cannot_unhook_the_pods(helm: Helm) -> None:
-    values = {"operator": {"podLabels": {"app.kubernetes.io/component": "mine", "a": "b"}}}
-    template = helm.render(values).one("Deployment", "orbitkv-operator")["spec"]["template"]
-    assert template["metadata"]["labels"]["app.kubernetes.io/component"] == "operator"
+@pytest.mark.parametrize("component", ["operator", "webhook"])
+def test_labels_of_people_cannot_unhook_the_pods(helm: Helm, component: str) -> None:
+    values = {component: {"podLabels": {"app.kubernetes.io/component": "mine", "a": "b"}}}
+    template = helm.render(values).one("Deployment", f"orbitkv-{component}")["spec"]["template"]
+    assert template["metadata"]["labels"]["app.kubernetes.io/component"] == component
     assert template["metadata"]["labels"]["a"] == "b"
+
+
+# -------------------------------------------------------------------------------------------------------------- webhook
+
+
+@pytest.mark.parametrize("values", VALUES, ids=["defaults", "everything"])
+def test_webhook_understands_what_the_chart_sets(helm: Helm, values: dict[str, Any]) -> None:
+    objects = helm.render(values)
+    (container,) = objects.one("Deployment", "orbitkv-webhook")["spec"]["template"]["spec"]["containers"]
+    environment = {each["name"]: each.get("value", NAMESPACE) for each in container["env"]}
+    settings = load_webhook_settings([], environment)
+    injection = values.get("injection", {})
+    assert settings.namespace == NAMESPACE
+    assert settings.payload_mode == injection.get("payload", {}).get("mode", "init")
+    assert settings.pod_security_default == injection.get("podSecurityDefault", "privileged")
+    assert settings.lmcache == values.get("compat", {}).get("lmcache", False)
+    assert list(settings.payload_pull_secrets) == [
+        s["name"] for s in injection.get("payload", {}).get("pullSecrets", [])
+    ]
+    unknown = {name for name in environment if name.startswith("ORBITKV_WEBHOOK_")} - {
+        f"ORBITKV_WEBHOOK_{name.upper()}" for name in type(settings).model_fields
+    }
+    assert not unknown, "the webhook passes these over"
+    ports = {each["name"]: each["containerPort"] for each in container["ports"]}
+    assert ports == {"webhook": settings.port, "metrics": settings.metrics_port, "probes": settings.probes_port}
+
+
+def test_operator_and_webhook_speak_of_the_same_payload(helm: Helm) -> None:
+    objects = helm.render(EVERYTHING)
+    images = {
+        variable["value"]
+        for component in ("operator", "webhook")
+        for variable in objects.one("Deployment", f"orbitkv-{component}")["spec"]["template"]["spec"]["containers"][0][
+            "env"
+        ]
+        if variable["name"].endswith("_PAYLOAD_IMAGE")
+    }
+    assert images == {f"registry.example.com:5000/cache/orbitkv/engine-plugin:{app_version()}"}
+
+
+@pytest.mark.parametrize("values", VALUES, ids=["defaults", "everything"])
+def test_webhook_can_hold_up_nothing(helm: Helm, values: dict[str, Any]) -> None:
+    """It fails open within two seconds, and neither the cluster's own pods nor OrbitKV's wait for it."""
+    webhooks = helm.render(values).one("MutatingWebhookConfiguration", "orbitkv-webhook")["webhooks"]
+    for each in webhooks:
+        assert (each["failurePolicy"], each["timeoutSeconds"], each["sideEffects"]) == ("Ignore", 2, "None")
+        assert each["matchConditions"], "it is asked about what asks only"
+        assert "caBundle" not in each["clientConfig"], "who signs is filled in later; a rendered one would be reset"
+        service = each["clientConfig"]["service"]
+        assert (service["name"], service["namespace"], service["path"]) == (names.WEBHOOK, NAMESPACE, PATH)
+        if each["name"] == "probe.orbitkv.io":
+            assert each["objectSelector"] == {"matchLabels": {names.LABEL_PROBE: "true"}}
+            assert each["matchConditions"] == [{"name": "dry-run", "expression": "request.dryRun"}]
+            continue
+        (elsewhere, *_) = each["namespaceSelector"]["matchExpressions"]
+        assert elsewhere["operator"] == "NotIn"
+        assert elsewhere["values"] == ["kube-system", NAMESPACE]
+
+
+def test_labels_of_lmcache_are_looked_at_only_when_asked_for(helm: Helm) -> None:
+    assert "lmcache" not in str(helm.render().one("MutatingWebhookConfiguration", "orbitkv-webhook"))
+    found = helm.render({"compat": {"lmcache": True}}).one("MutatingWebhookConfiguration", "orbitkv-webhook")
+    conditions = {each["name"]: each["matchConditions"][0]["expression"] for each in found["webhooks"]}
+    assert "'lmcache.ai/lmcache-inject' in object.metadata.?labels" in conditions["pods.orbitkv.io"]
+
+
+def test_injection_can_be_left_out(helm: Helm) -> None:
+    objects = helm.render({"injection": {"enabled": False}})
+    assert not [each for each in objects.all if "webhook" in each["metadata"]["name"]]
+    assert "orbitkv-stamps" not in objects.names("ValidatingAdmissionPolicy")
 
 
 # ---------------------------------------------------------------------------------------------------------- other parts
@@ -259,12 +362,17 @@ def test_cert_manager_makes_the_secret_that_the_operator_reads(helm: Helm) -> No
     assert certificate["dnsNames"][0] == names.reports_server_name(NAMESPACE)
     assert certificate["issuerRef"] == {"group": "cert-manager.io", "kind": "Issuer", "name": "orbitkv-ca"}
     assert objects.names("Issuer") == ["orbitkv-ca-self-signed", "orbitkv-ca"]
+    certificate = objects.one("Certificate", "orbitkv-webhook")["spec"]
+    assert certificate["secretName"] == names.WEBHOOK
+    assert certificate["dnsNames"][0] == names.webhook_server_name(NAMESPACE)
+    annotations = objects.one("MutatingWebhookConfiguration", "orbitkv-webhook")["metadata"]["annotations"]
+    assert annotations["cert-manager.io/inject-ca-from"] == f"{NAMESPACE}/orbitkv-webhook"
 
 
 def test_an_issuer_of_the_users_signs_alone(helm: Helm) -> None:
     issuer = {"name": "company", "kind": "ClusterIssuer"}
     objects = helm.render({"certificates": {"provider": "cert-manager", "issuer": issuer}})
-    assert objects.names("Certificate") == ["orbitkv-certificates"]
+    assert objects.names("Certificate") == ["orbitkv-certificates", "orbitkv-webhook"]
     assert objects.of("Issuer") == []
     reference = objects.one("Certificate", "orbitkv-certificates")["spec"]["issuerRef"]
     assert reference == {"group": "cert-manager.io", **issuer}
@@ -289,8 +397,9 @@ def test_openshift_constraints_allow_what_agents_need_and_no_privilege(helm: Hel
 
 
 def test_deletion_guard_can_be_left_out(helm: Helm) -> None:
-    assert helm.render().names("ValidatingAdmissionPolicy") == ["orbitkv-pool-deletion"]
-    assert helm.render({"deletionGuard": {"enabled": False}}).of("ValidatingAdmissionPolicy") == []
+    assert "orbitkv-pool-deletion" in helm.render().names("ValidatingAdmissionPolicy")
+    without = helm.render({"deletionGuard": {"enabled": False}})
+    assert "orbitkv-pool-deletion" not in without.names("ValidatingAdmissionPolicy")
 
 
 def test_package_holds_no_tests_and_no_leftovers(helm: Helm, tmp_path: Path) -> None:

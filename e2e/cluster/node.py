@@ -7,8 +7,11 @@ namespaces; when it and all others of the node have ended, they are gone with th
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
+import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +21,7 @@ from e2e.cluster import network, pause_image
 from e2e.cluster.certificates import Authority
 from e2e.cluster.cgroups import ControlGroups
 from e2e.cluster.control_plane import write_kubeconfig
+from e2e.cluster.gpu import libraries, runtime
 from e2e.cluster.processes import ClusterError, Processes
 from e2e.cluster.programs import Programs
 
@@ -112,8 +116,13 @@ class Node:
         self._outside.start("holder", unshare)
         self._outside.wait_ready("holder", ready.exists, f"the namespaces of {self.name}")
 
+    @property
+    def _gpus(self) -> Path:
+        return self.folder / "gpus"
+
     def start_containerd(self) -> None:
         """Starts containerd and gives it the image that holds pods."""
+        self._gpus.mkdir(exist_ok=True)
         (self.folder / "cni").mkdir(exist_ok=True)
         (self.folder / "cni" / "10-pods.conflist").write_text(json.dumps(self._pod_network()))
         config = self.folder / "containerd.toml"
@@ -230,7 +239,37 @@ state = "/run/containerd"
     conf_dir = "{self.folder}/cni"
   [plugins."io.containerd.cri.v1.runtime".containerd.runtimes.runc]
     runtime_type = "io.containerd.runc.v2"
+    options = {{ BinaryName = "{self._runtime("runc")}" }}
+  [plugins."io.containerd.cri.v1.runtime".containerd.runtimes.nvidia]
+    runtime_type = "io.containerd.runc.v2"
+    options = {{ BinaryName = "{self._runtime("nvidia")}" }}
 """
+
+    def _runtime(self, handler: str) -> Path:
+        """The program that containerd runs for a handler: runc at once while the node has no GPUs."""
+        path = self._gpus / handler
+        command = shlex.join([sys.executable, "-I", runtime.__file__, str(self._gpus), handler])
+        path.write_text(f'#!/bin/sh\n[ -e {self._gpus}/gpus.json ] || exec runc "$@"\nexec {command} "$@"\n')
+        path.chmod(0o755)
+        return path
+
+    def give_gpus(self, devices: dict[str, int], handlers: Iterable[str] = ("nvidia",)) -> None:
+        """Lets containers have GPUs that are stand-ins, from their next start on.
+
+        Args:
+            devices: value of NVIDIA_VISIBLE_DEVICES to how many GPUs a container with it sees.
+            handlers: those of containerd that are NVIDIA's runtime; with `runc`, the default is.
+        """
+        if not (self._gpus / "stub.so").exists():
+            libraries.write(self._gpus / "stub.so")
+        wanted = {"devices": devices, "handlers": list(handlers)}
+        unfinished = self._gpus / "gpus.json.part"
+        unfinished.write_text(json.dumps(wanted))
+        unfinished.rename(self._gpus / "gpus.json")
+
+    def take_gpus(self) -> None:
+        """Leaves the node without GPUs."""
+        (self._gpus / "gpus.json").unlink(missing_ok=True)
 
     def _kubelet_config(self) -> dict[str, object]:
         certificate = self.authority.folder / f"kubelet-{self.name}.crt"

@@ -31,6 +31,7 @@ from e2e.support.kubectl import Kubectl
 from e2e.support.proxy import FaultProxy
 from orbitkv_crds import names, schema
 from orbitkv_crds.managerpool import ManagerPool
+from orbitkv_crds.names import pool_object_name
 from orbitkv_operator import rights
 from orbitkv_operator.builders import agents
 from orbitkv_operator.builders.agents import Context
@@ -55,6 +56,9 @@ from orbitkv_operator.settings import Settings
 RELEASE = "orbitkv-system"
 IMAGE = "registry/agent:1"
 NODE_NAMES = ("node-a", "node-b")
+KEPT_TAINT = "orbitkv-test/kept"
+KEPT = 5
+"""Nodes for pools that stay until the end: each has a taint that only its pool tolerates."""
 USER = f"system:serviceaccount:{RELEASE}:{names.OPERATOR}"
 FAST = {"LEASE_SECONDS": "3", "RENEW_SECONDS": "2", "RETRY_SECONDS": "0.3"}
 """A Lease that another replica takes over within seconds."""
@@ -72,6 +76,12 @@ class World:
     kubeconfig: Path
     """The operators' way in: through the proxy, with the rights of the chart."""
     replicas: dict[str, Replica] = field(default_factory=dict)
+    kept: list[str] = field(default_factory=list)
+    """Pools that stay until the end, with cache namespaces of their names."""
+    grown: float = 0.0
+    """When the test had ended that made the last of them."""
+    noted: list[tuple[float, dict[str, str]]] = field(default_factory=list)
+    """What belonged to them had which version at what time: at the end of each test."""
     _count: int = 0
 
     # ------------------------------------------------------------------------------------------ operators
@@ -151,6 +161,27 @@ class World:
             {"apiVersion": names.API_VERSION, "kind": "CacheNamespace", "metadata": metadata, "spec": body}
         )
 
+    def next_kept(self) -> tuple[str, dict[str, Any]]:
+        """Return the name of a pool that stays when its test ends, and the spec that gives it a node of its own."""
+        name = f"kept-{len(self.kept)}"
+        self.kept.append(name)
+        toleration = {"key": KEPT_TAINT, "operator": "Equal", "value": name, "effect": "NoSchedule"}
+        return name, {"nodeSelector": {"zone": name}, "tolerations": [toleration]}
+
+    def note_versions(self) -> None:
+        """Note the versions of what belongs to kept pools."""
+        self.noted.append((time.monotonic(), self.kept_versions()))
+
+    def kept_versions(self) -> dict[str, str]:
+        """Return the resourceVersion of all that belongs to kept pools."""
+        names = [*self.kept, *map(pool_object_name, self.kept)]
+        return {what: version for what, version in self.versions().items() if what.rpartition("/")[2] in names}
+
+    def observed(self, cache: str) -> bool:
+        """Whether the status of a cache namespace is about its newest spec."""
+        found = self.api.get(CACHES, "default", cache) or {"metadata": {"generation": 0}}
+        return bool((found.get("status") or {}).get("observedGeneration") == found["metadata"]["generation"])
+
     def pods(self, pool: str) -> dict[str, str]:
         """Return the uid of each node's agent."""
         found = self.api.list_all(PODS, RELEASE, labels=f"{names.LABEL_POOL}={pool}")
@@ -163,7 +194,7 @@ class World:
             return self.left_over(pool)
         model = ManagerPool.model_validate(raw)
         for child in children(model, self.context(), self.served(), agents.placement_for(model)):
-            live = self.api.get(child.resource, RELEASE, names.pool_object_name(pool))
+            live = self.api.get(child.resource, RELEASE, pool_object_name(pool))
             if child.manifest is None:
                 if live is not None:
                     return f"{child.resource.kind} is still there"
@@ -182,7 +213,7 @@ class World:
 
     def left_over(self, pool: str) -> str:
         """Return what is left of a deleted pool."""
-        name = names.pool_object_name(pool)
+        name = pool_object_name(pool)
         left = [kind.kind for kind in self.served() if self.api.get(kind, RELEASE, name) is not None]
         return f"left: {', '.join(left)}" if left else ""
 
@@ -413,13 +444,15 @@ def prepare(kubectl: Kubectl, api: KubernetesApi) -> None:
         {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": names.OPERATOR, "namespace": RELEASE}},
         *roles(),
     )
-    for name in NODE_NAMES:
-        labels = {"kubernetes.io/hostname": name, "zone": name[-1]}
+    kept = [f"kept-{number}" for number in range(KEPT)]
+    for name in (*NODE_NAMES, *kept):
+        labels = {"kubernetes.io/hostname": name, "zone": name if name in kept else name[-1], "here": "yes"}
         kubectl.apply({"apiVersion": "v1", "kind": "Node", "metadata": {"name": name, "labels": labels}})
         ready = [{"type": "Ready", "status": "True", "reason": "Test", "message": "on paper"}]
         kubectl.patch("node", name, {"status": {"conditions": ready}}, subresource="status")
-        kubectl.patch("node", name, {"spec": {"taints": None}})
-    wait(lambda: len(api.list_all(NODES)) == len(NODE_NAMES), "the nodes", 20)
+        taint = {"key": KEPT_TAINT, "value": name, "effect": "NoSchedule"}
+        kubectl.patch("node", name, {"spec": {"taints": [taint] if name in kept else None}})
+    wait(lambda: len(api.list_all(NODES)) == len(NODE_NAMES) + KEPT, "the nodes", 20)
 
 
 def roles() -> list[Manifest]:

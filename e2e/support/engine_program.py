@@ -16,7 +16,8 @@ import numpy as np
 
 from orbitkv.client import BlockHashes, CacheManagerClient, OrbitKVError, QueryReady, SaveStatus
 from orbitkv.client.registration import HostAllocation
-from orbitkv.protocol.messages import GroupGeometry, Instance, LayerRegion
+from orbitkv.protocol import framing
+from orbitkv.protocol.messages import GroupGeometry, Hello, Instance, LayerRegion
 
 SOCKET = "/run/orbitkv/agent.sock"
 TOKEN = "/var/run/secrets/orbitkv/token"
@@ -180,8 +181,28 @@ def latency(options: dict[str, Any]) -> None:
     it.client.close()
 
 
+def victim(options: dict[str, Any]) -> None:
+    """Stays attached and looks for its pages on and on. Says by what numbers the agent knows it, and each second how
+    many pages it found (the fewest) and the median time of a look-up, in seconds."""
+    it = engine(options)
+    kept = it.save(0, options["count"])
+    ready = it.client.query_prefetch("held", [names(0, 4)], instance=it.instance, max_wait_ms=0)
+    assert isinstance(ready, QueryReady)
+    instance = [it.instance.engine_id, it.instance.nonce]
+    say(kept=kept, registration=it.registration.id, lease=ready.leases[0], instance=instance)
+    while True:
+        end = time.monotonic() + 1
+        found, times = [], []
+        while time.monotonic() < end:
+            began = time.perf_counter()
+            found.append(it.prefix(0, options["count"]))
+            times.append(time.perf_counter() - began)
+            time.sleep(0.005)
+        say(at=time.time(), fewest=min(found), median=float(np.median(times)))
+
+
 def crowd(options: dict[str, Any]) -> None:
-    """Keeps connections open that say nothing, making those anew that the agent closes."""
+    """Keeps connections open, making those anew that the agent closes. They are silent, or show a forged token each."""
     connections: list[socket.socket] = []
     said = False
     end = time.monotonic() + options["seconds"]
@@ -196,6 +217,9 @@ def crowd(options: dict[str, Any]) -> None:
             except OSError:
                 each.close()
                 break
+            if options.get("forged"):
+                hello = Hello(cache_namespace=options["cache"], token=uuid.uuid4().hex.encode(), client="crowd")
+                each.sendall(framing.encode(hello, 1))
             each.setblocking(False)
             connections.append(each)
             opened += 1
@@ -219,7 +243,7 @@ def _closed(connection: socket.socket) -> bool:
     return True
 
 
-ACTIONS = {each.__name__: each for each in (save, find, hold, latency, crowd)}
+ACTIONS = {each.__name__: each for each in (save, find, hold, latency, victim, crowd)}
 
 
 def main() -> None:

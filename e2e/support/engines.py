@@ -49,13 +49,14 @@ def make_engine_pod(
     *,
     token: bool = True,
     account: str = "default",
+    program: str = PROGRAM,
     action: str = "",
     **options: Any,
 ) -> EnginePod:
     """Makes a pod on a node and waits until it runs. Without an action it waits for `EnginePod.run`."""
     system = kubectl.get("namespace", "kube-system")
     assert system is not None
-    command = [PYTHON, "-c", PROGRAM, action, json.dumps(options)] if action else ["sleep", "infinity"]
+    command = [PYTHON, "-c", program, action, json.dumps(options)] if action else ["sleep", "infinity"]
     mounts = [{"name": "socket", "mountPath": SOCKET_DIRECTORY, "readOnly": True}]
     volumes: list[Object] = [
         {"name": "socket", "hostPath": {"path": SOCKET_DIRECTORY, "type": "DirectoryOrCreate"}},

@@ -2,7 +2,7 @@
 
 import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -138,12 +138,20 @@ class Installation:
         names = [pod["metadata"]["name"] for pod in self.operators()]
         return "\n".join(self.target.kubectl.logs(name, self.namespace) for name in names)
 
+    def part(self) -> "Installation":
+        """The same installation with nothing made on it yet, so that `clean_up` of the one leaves the other's."""
+        return Installation(self.target, self.namespace)
+
     def clean_up(self) -> None:
-        """Deletes what tests made, CacheNamespaces first, and waits until it is gone."""
+        """Deletes what tests made, CacheNamespaces first, and waits until pools and agents are gone.
+
+        Namespaces go by themselves meanwhile: no other test has their names.
+        """
         kubectl = self.target.kubectl
         for namespace in self._namespaces:
             with suppress(KubectlError):  # the kind may have gone with the test
-                kubectl.run("delete", "cachenamespaces", "--all", f"--namespace={namespace}", "--timeout=60s")
+                kubectl.run("delete", "cachenamespaces", "--all", f"--namespace={namespace}", "--wait=false")
+        for namespace in self._namespaces:
             kubectl.delete("namespace", namespace, wait=0)
         for pool in self._pools:
             with suppress(KubectlError):
@@ -152,8 +160,11 @@ class Installation:
                 kubectl.delete("managerpool", pool)
         for pool in self._pools:
             kubectl.wait_gone("daemonset", f"orbitkv-{pool}", self.namespace)
-        for namespace in self._namespaces:
-            kubectl.wait_gone("namespace", namespace, timeout=90)
+            labels = f"{GROUP}/pool={pool}"
+            kubectl.until(
+                lambda labels=labels: not kubectl.list_all("pods", self.namespace, labels),  # type: ignore[misc]
+                f"the agents of {pool} to be gone",
+            )
         self._pools.clear()
         self._namespaces.clear()
 
@@ -208,3 +219,31 @@ def installed(target: Target, values: dict[str, Any], helm: int = 3) -> Iterator
         else:
             target.helm[helm].uninstall(RELEASE, namespace)
             kubectl.delete("namespace", namespace)
+
+
+class Installations:
+    """The installation of a test run: kept from module to module as long as they want the same values of the chart."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self._values: dict[str, Any] = {}
+        self._open = ExitStack()
+        self._there: Installation | None = None
+
+    def get(self, values: dict[str, Any]) -> Installation:
+        """OrbitKV, installed with these values; another installation is removed first."""
+        if self._there is not None and values == self._values:
+            return self._there
+        self.end()
+        self._there, self._values = self._open.enter_context(installed(self._target, values)), values
+        return self._there
+
+    def end(self) -> None:
+        """Removes it, if it is there."""
+        self._there = None
+        self._open.close()
+
+    def forget(self) -> None:
+        """Leaves it as it is: the cluster went, and it with the cluster."""
+        self._there = None
+        self._open.pop_all()

@@ -39,15 +39,21 @@ def connect() -> Iterator[Target]:
 
     Raises SetUpError and ClusterError.
     """
-    named = os.environ.get("KUBECONFIG", "")
-    if named and not Path(named).is_relative_to(state_folder()):
-        yield foreign(Path(named))
+    named = foreign_kubeconfig()
+    if named is not None:
+        yield foreign(named)
         return
     with turn():
         cluster = Cluster.up()
         helm = {version: Helm(cluster.programs[f"helm{version}"], cluster.kubeconfig) for version in (3, 4)}
         kubectl = Kubectl(cluster.programs["kubectl"], cluster.kubeconfig)
         yield Target(kubectl, helm, cluster, "localhost")
+
+
+def foreign_kubeconfig() -> Path | None:
+    """The way into a cluster that is not the project's own, if KUBECONFIG names one."""
+    named = os.environ.get("KUBECONFIG", "")
+    return Path(named) if named and not Path(named).is_relative_to(state_folder()) else None
 
 
 @contextmanager

@@ -1,0 +1,235 @@
+"""Two tenants on one node: what one of them tries on the other, and how each attempt ends.
+
+The victim looks for its pages all the while: none is ever missing, and no look-up takes longer than a step of an
+engine's scheduler may.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from e2e.support.engines import EnginePod, make_engine_pod
+from e2e.support.installation import Installation, cache_object
+from e2e.support.kubectl import Kubectl, KubectlError, Object
+from orbitkv_crds.names import engine_audience
+
+ATTACKS = (Path(__file__).parent / "support" / "attacker_program.py").read_text()
+NODE, OTHER_NODE = "node-a", "node-b"
+PAGES = 64
+MIB = 1 << 20
+PAGE = 65536
+STEP_S = 0.005
+"""What a step of an engine's scheduler may spend on the cache."""
+
+TOKENS = {
+    "none": "token-missing",
+    "of another audience": "token-audience",
+    "of a pod on another node": "token-node",
+    "of no pod": "token-unbound",
+    "forged": "token-invalid",
+    "random": "token-invalid",
+    "of a pod that is gone": "token-invalid",
+    "own, for the cache of another namespace": "access-denied",
+}
+GUESSES = {
+    "restore from a lease": "unknown-lease",
+    "give a lease back": "Done",
+    "save by a registration": "unknown-registration",
+    "retire a registration": "unknown-registration",
+    "use one of an earlier session": "unknown-registration",
+    "end a restore": "unknown-restore",
+    "commit a save": "unknown-save",
+    "poll an operation": "Nothing gone",
+    "reset an engine": "unknown-instance",
+    "look up for an engine": "Nothing not-serving",
+    "map all memory": "0 bytes",
+    "the other's hash keys": "Nothing miss",
+    "save from a block beyond its own": "out-of-range",
+    "the agent's state": "forbidden",
+    "configure a cache": "forbidden",
+    "reset its own": "ResetDone",
+}
+FRAMES = {
+    "version": "version-mismatch",
+    "torn": "",
+    "oversized": "bad-frame",
+    "random": "bad-frame",
+    "early": "bad-frame",
+}
+
+
+@dataclass
+class Tenants:
+    """Both tenants: the attacker's pod, and what the victim's has said."""
+
+    kubectl: Kubectl
+    attacker: EnginePod
+    cache: str
+    victim: EnginePod
+    theirs: str
+
+    def attack(self, action: str, *, timeout: float = 120, **options: Any) -> dict[str, Any]:
+        """Runs an action of the attacker's program to its end."""
+        facts = {"cache": self.cache, "theirs": self.theirs, "identity": "model", **options}
+        pod = self.attacker
+        printed = self.kubectl.execute(
+            pod.name, pod.namespace, "python", "-c", ATTACKS, action, json.dumps(facts), timeout=timeout
+        )
+        last: dict[str, Any] = json.loads(printed.splitlines()[-1])
+        return last
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """By what numbers the agent knows the victim."""
+        return next(line for line in self.victim.said() if "lease" in line)
+
+    def watched(self) -> list[dict[str, Any]]:
+        """What the victim found, second by second."""
+        return [line for line in self.victim.said() if "fewest" in line]
+
+
+def token(kubectl: Kubectl, namespace: str, audience: str, pod: Object | None = None) -> str:
+    """A token of the default account of a namespace, bound to a pod if there is one."""
+    bound = [] if pod is None else ["--bound-object-kind=Pod", f"--bound-object-name={pod['metadata']['name']}"]
+    if pod is not None:
+        bound.append(f"--bound-object-uid={pod['metadata']['uid']}")
+    command = ["create", "token", "default", f"--namespace={namespace}", f"--audience={audience}", *bound]
+    return kubectl.run(*command).strip()
+
+
+@pytest.fixture(scope="module")
+def tenants(installation: Installation, kubectl: Kubectl, images: list[str]) -> Iterator[Tenants]:
+    image = next(name for name in images if "/node-agent" in name)
+    pool = installation.make_pool(memory="512Mi")
+    agents = installation.agents(pool)
+    node = NODE if NODE in agents else next(iter(agents))
+    theirs, mine = installation.make_namespace(), installation.make_namespace()
+    installation.make_cache(theirs, pool, "cache")
+    installation.make_cache(mine, pool, "cache", quota={"dram": "8Mi"})
+    victim = make_engine_pod(
+        kubectl, image, "victim", theirs, node, action="victim", cache=f"{theirs}/cache", count=PAGES, patience=30
+    )
+    attacker = make_engine_pod(kubectl, image, "attacker", mine, node)
+    assert victim.wait_said("lease")["kept"] == PAGES
+    yield Tenants(kubectl, attacker, f"{mine}/cache", victim, f"{theirs}/cache")
+    installation.clean_up()
+
+
+@pytest.fixture(scope="module")
+def shown(tenants: Tenants, installation: Installation, images: list[str]) -> dict[str, Any]:
+    """What the agent answers to each kind of token."""
+    kubectl, namespace = tenants.kubectl, tenants.attacker.namespace
+    system = kubectl.get("namespace", "kube-system")
+    own = kubectl.get("pod", tenants.attacker.name, namespace)
+    assert system is not None
+    assert own is not None
+    audience = engine_audience(system["metadata"]["uid"])
+    away: Object = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": "away", "namespace": namespace},
+        "spec": {
+            "nodeName": OTHER_NODE,
+            "terminationGracePeriodSeconds": 0,
+            "tolerations": [{"operator": "Exists"}],
+            "containers": [{"name": "c", "image": images[0], "command": ["sleep", "infinity"]}],
+        },
+    }
+    elsewhere = kubectl.create(away)
+    gone = kubectl.create({**away, "metadata": {"name": "gone", "namespace": namespace}})
+    tokens = {
+        "of another audience": token(kubectl, namespace, "https://kubernetes.default.svc", own),
+        "of a pod on another node": token(kubectl, namespace, audience, elsewhere),
+        "of no pod": token(kubectl, namespace, audience),
+        "of a pod that is gone": token(kubectl, namespace, audience, gone),
+    }
+    for name in ("gone", "away"):
+        kubectl.delete("pod", name, namespace, wait=60 if name == "gone" else 0)
+    return tenants.attack("tokens", tokens=tokens)
+
+
+@pytest.mark.parametrize("kind", TOKENS)
+def test_a_token(shown: dict[str, Any], kind: str) -> None:
+    assert shown[kind] == TOKENS[kind]
+
+
+@pytest.fixture(scope="module")
+def guessed(tenants: Tenants) -> dict[str, Any]:
+    """What comes of using what is the other's."""
+    facts = tenants.facts
+    found = {"lease": facts["lease"], "registration": facts["registration"], "instance": facts["instance"]}
+    return tenants.attack("guesses", count=PAGES, operation=1, **found)
+
+
+@pytest.mark.parametrize("attempt", GUESSES)
+def test_guessing(guessed: dict[str, Any], attempt: str) -> None:
+    """The answer is the same for what the other has and for what nobody has."""
+    assert guessed[attempt] == GUESSES[attempt]
+
+
+def test_frames_that_are_none_and_versions_that_are_gone(tenants: Tenants) -> None:
+    assert tenants.attack("frames") == FRAMES
+
+
+def test_a_client_that_stops_reading_is_ended(tenants: Tenants) -> None:
+    assert tenants.attack("deaf") == {"ended": True}
+
+
+def test_floods_cost_only_who_sends_them(tenants: Tenants) -> None:
+    found = tenants.attack("flood", count=512, seconds=8)
+    assert set(found["answers"]) == {"Ready", "Nothing miss", "Loading admitted=False"}, found
+    hellos = {"token-invalid", "too-many-reviews", "too-many-connections", "no answer in time"}
+    assert set(found["hellos"]) <= hellos, found
+
+
+def test_the_time_of_a_miss_says_nothing_of_what_the_other_has(tenants: Tenants) -> None:
+    found = tenants.attack("times", rounds=400)
+    assert 0.5 < found["theirs"] / found["nobodys"] < 2, found
+
+
+def test_the_api_shows_nothing_of_the_other(tenants: Tenants) -> None:
+    account = f"system:serviceaccount:{tenants.attacker.namespace}:default"
+    namespace = tenants.victim.namespace
+    for what in ("events", "pods", "cachenamespaces.orbitkv.io"):
+        with pytest.raises(KubectlError, match=r"^[^\n]*\bno\b"):
+            tenants.kubectl.run("auth", "can-i", "get", what, f"--namespace={namespace}", f"--as={account}")
+
+
+def test_memory_that_was_kept_shows_only_what_its_owner_wrote(
+    tenants: Tenants, installation: Installation, images: list[str]
+) -> None:
+    """Its namespace is deleted and made again meanwhile, and another engine fills it."""
+    kubectl, namespace = tenants.kubectl, tenants.attacker.namespace
+    cache = kubectl.get("cachenamespace", "cache", namespace)
+    assert cache is not None
+    image = next(name for name in images if "/node-agent" in name)
+    pool = cache["spec"]["poolRef"]["name"]
+    kept = f"{namespace}/kept"
+    installation.make_cache(namespace, pool, "kept")
+    node = kubectl.get("pod", tenants.attacker.name, namespace)
+    assert node is not None
+    options: dict[str, Any] = {"cache": kept, "identity": "model", "seconds": 4}
+    keeper = make_engine_pod(
+        kubectl, image, "keeper", namespace, node["spec"]["nodeName"], program=ATTACKS, action="keep", **options
+    )
+    keeper.wait_said("mapped")
+    kubectl.delete("cachenamespace", "kept", namespace)
+    kubectl.apply(cache_object("kept", namespace, pool))
+    ended = keeper.wait_said("ended")["ended"]
+    assert ended in ("cache-namespace-not-found", "cache-namespace-replaced")
+    assert tenants.attacker.run("save", cache=kept, count=PAGES, patience=30)["kept"] == PAGES
+    assert set(keeper.wait_said("seen")["seen"]) <= {0, 0xA7}
+    assert tenants.attacker.run("find", cache=kept, count=PAGES)["hits"] == PAGES
+
+
+def test_the_victim_noticed_nothing(tenants: Tenants) -> None:
+    """The last one: what it saw through all of the above."""
+    seen = tenants.watched()
+    assert len(seen) > 10
+    assert {line["fewest"] for line in seen} == {PAGES}
+    slow = [line["median"] for line in seen if line["median"] > STEP_S]
+    assert not slow, slow
