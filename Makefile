@@ -5,7 +5,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup engine lint generate test bench demo cluster-programs cluster cluster-down images clean
+.PHONY: help setup engine lint generate test bench demo demo-k8s cluster-programs cluster cluster-down images clean
 
 PYTHON ?= python3
 export PYTHON
@@ -13,7 +13,7 @@ python := .venv/bin/python
 
 help: ## list the commands
 	@echo "OrbitKV: make COMMAND"
-	@sed -nE 's/^([a-z-]+):.*## (.*)/\1 \2/p' Makefile | while read -r name does; do printf '  %-16s %s\n' "$$name" "$$does"; done
+	@sed -nE 's/^([a-z0-9-]+):.*## (.*)/\1 \2/p' Makefile | while read -r name does; do printf '  %-16s %s\n' "$$name" "$$does"; done
 
 setup: ## make .venv: OrbitKV and the tools that check it
 	@tools/dev_env.sh
@@ -41,6 +41,9 @@ bench: setup ## measure; NAME=query for one bench, JSON=1 for one JSON object as
 demo: setup ## a real engine with OrbitKV, start to end; ENGINE=vllm, JSON=1 for one JSON object as the last line
 	@ORBITKV_ENGINE_PYTHON=$$($(python) -m tools.engine_env | tail -1) && export ORBITKV_ENGINE_PYTHON && \
 	$(python) -m tools.demo $(if $(ENGINE),--engine '$(ENGINE)') $(if $(JSON),--json)
+
+demo-k8s: setup ## the same on a real Kubernetes of this machine, by one annotation (needs root); ENGINE=vllm, JSON=1
+	@$(python) -m tools.demo_k8s $(if $(ENGINE),--engine '$(ENGINE)') $(if $(JSON),--json)
 
 cluster-programs: setup ## build Kubernetes, Helm and the like from Go modules: 20 minutes, outside the tree, once
 	@$(python) -m e2e.cluster build

@@ -19,6 +19,9 @@ Kind = Literal["dev", "engine", "cluster"]
 ROOT = Path(__file__).resolve().parent.parent
 ENGINE_TESTS = "engine_plugins/orbitkv/vllm"
 CLUSTER_TESTS = "e2e"
+CLUSTER_RUNS = {"nodes": "nodes", "apiservers": "not nodes"}
+"""Tests on Kubernetes as two parts that may run side by side: those marked `nodes` (by e2e/conftest.py) share one
+cluster, the others need only its programs."""
 
 API_VERSIONS = ("e2e/test_crds.py", "e2e/chart/test_apiserver.py")
 """Tests on apiservers of several versions."""
@@ -35,6 +38,7 @@ PARTS: dict[str, str] = {
     "operator": "operator",
     "images": "images",
     "e2e": CLUSTER_TESTS,
+    **dict.fromkeys(CLUSTER_RUNS, CLUSTER_TESTS),
     "chart": "e2e/chart",
     "api-versions": API_VERSIONS[0],
 }
@@ -47,10 +51,16 @@ class UnknownPartError(Exception):
 
 @dataclass(frozen=True)
 class Selection:
-    """Tests that one pytest process runs: the environment, and a path or test id."""
+    """Tests that one pytest process runs: the environment, a path or test id, and which of its tests (as in `-m`)."""
 
     kind: Kind
     path: str
+    marked: str = ""
+
+    @property
+    def arguments(self) -> list[str]:
+        """What pytest is told."""
+        return [f"-m={self.marked}", self.path] if self.marked else [self.path]
 
 
 def select(only: str | None) -> list[Selection]:
@@ -60,6 +70,8 @@ def select(only: str | None) -> list[Selection]:
     """
     if only == "api-versions":
         return [Selection("cluster", path) for path in API_VERSIONS]
+    if only in CLUSTER_RUNS:
+        return [Selection("cluster", CLUSTER_TESTS, CLUSTER_RUNS[only])]
     path = PARTS.get(only, only) if only else "."
     place = (ROOT / path.split("::")[0]).resolve()
     if not place.exists() or not place.is_relative_to(ROOT):

@@ -24,7 +24,9 @@ from orbitkv_agent.cluster.settings import ClusterSettings
 from orbitkv_agent.config import AgentConfig, NamespaceSettings, describe_default
 from orbitkv_agent.config_sources import flag_name, variable_name
 from orbitkv_agent.observe.metrics import METRICS, OTHER, PREFIX, MetricRow
+from orbitkv_crds.stamps import INFORMATION, SKIP_REASONS
 from orbitkv_operator import metrics as operator
+from orbitkv_operator.admission import metrics as webhook
 from tools.chart import templates, values_files
 from tools.kubernetes_files import CompileError, api_files, crd_files
 from tools.kubernetes_reference import reference_page
@@ -129,6 +131,21 @@ def chart_values() -> str:
     return table(("Value", "Default", "Meaning"), values_files.values_rows())
 
 
+def skip_reasons() -> str:
+    """Why an annotated pod starts without the cache."""
+    return table(("Reason", "Meaning"), ((code(reason), capital(text)) for reason, text in SKIP_REASONS.items()))
+
+
+def injection_notes() -> str:
+    """What an injected pod is told."""
+    return table(("Note", "Meaning"), ((code(reason), capital(text)) for reason, text in INFORMATION.items()))
+
+
+def capital(text: str) -> str:
+    """The text as a sentence begins, unless with code."""
+    return text[:1].upper() + text[1:]
+
+
 def about(model: type[BaseModel], name: str) -> str:
     """The description of a setting."""
     return model.model_fields[name].description or ""
@@ -144,6 +161,9 @@ def default_of(model: type[BaseModel], name: str) -> str:
 
 
 METRIC_HEADER = ("Name", "Type", "Labels", "Meaning")
+WEBHOOK_METRICS_HEAD = """\
+Each replica of the webhook serves these on port 9090, to the same readers, and beside them
+`orbitkv_last_event_timestamp_seconds` of its own watches."""
 OPERATOR_METRICS_HEAD = """\
 The operator serves these on port 9090, to whoever may `get` the path `/metrics` ([kubernetes.md](kubernetes.md))."""
 METRICS_HEAD = """\
@@ -172,6 +192,8 @@ def metrics_page() -> str:
         parts += [f"## {title}", introduction, metric_table(rows)]
     operator_rows = ((code(PREFIX + row.name), row.kind, labels(row.labels), row.help) for row in operator.METRICS)
     parts += ["## Operator", OPERATOR_METRICS_HEAD, table(METRIC_HEADER, operator_rows)]
+    webhook_rows = ((code(PREFIX + row.name), row.kind, labels(row.labels), row.help) for row in webhook.METRICS)
+    parts += ["## Webhook", WEBHOOK_METRICS_HEAD, table(METRIC_HEADER, webhook_rows)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -201,6 +223,8 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "served-features": served_features,
     "unserved-features": unserved_features,
     "chart-values": chart_values,
+    "skip-reasons": skip_reasons,
+    "injection-notes": injection_notes,
 }
 PAGES: dict[str, Callable[[], str]] = {
     "docs/metrics.md": metrics_page,
@@ -208,6 +232,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "charts/orbitkv/values.yaml": values_files.values_yaml,
     "charts/orbitkv/values.schema.json": values_files.values_schema,
     "charts/orbitkv/templates/operator/roles.yaml": templates.operator_roles,
+    "charts/orbitkv/templates/webhook/roles.yaml": templates.webhook_roles,
     **templates.crd_templates(),
 }
 PAGES_WITH_SECTIONS = ("docs/configuration.md", "docs/kubernetes.md", "docs/vllm.md")

@@ -3,14 +3,17 @@
     python -m tools.run_tests [--only PART or PATH]
 
 Every run is made even if one before it failed. The exit code is 0 only if all of them passed, and a run without a
-single test has not passed.
+single test has not passed. While the tests on a cluster run, which mostly wait, those on apiservers and the guards run
+beside them, at a lower priority; nothing runs beside tests that measure time by the millisecond.
 """
 
 import argparse
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -19,14 +22,17 @@ from e2e.cluster.cluster import Cluster, state_folder
 from e2e.cluster.processes import ClusterError
 from tools import cache, environments, guards
 
+NICENESS = 10
+
 
 @dataclass(frozen=True)
 class Result:
-    """One run: what it was, whether it passed, and how long it took."""
+    """One run: what it was, whether it passed, and how long it took; its output, if that was not shown yet."""
 
     name: str
     passed: bool
     seconds: float
+    output: str = ""
 
 
 @contextmanager
@@ -42,34 +48,71 @@ def cluster_ended_after(kind: environments.Kind) -> Iterator[None]:
             Cluster.down()
 
 
-def run_pytest(selection: environments.Selection) -> bool:
-    """Runs the selected tests. Returns whether they passed."""
-    code, _ = environments.run_pytest(selection.kind, [selection.path])
+def run_selection(selection: environments.Selection) -> Result:
+    """Runs the selected tests."""
+    words = f"{selection.kind} environment{', those marked ' * bool(selection.marked)}{selection.marked}"
+    print(f"test: {selection.path} ({words})", flush=True)
+    started = time.monotonic()
+    if selection.kind == "cluster":
+        programs.ensure()  # not within pytest, which gives up on what takes as many minutes as building does
+    with cluster_ended_after("dev" if selection.marked == "not nodes" else selection.kind):
+        code, _ = environments.run_pytest(selection.kind, selection.arguments)
     if code == guards.NO_TESTS:
         print(f"test: there is no test in {selection.path}")
-    return code == 0
+    return Result(f"tests in the {words}", code == 0, time.monotonic() - started)
+
+
+def run_guards() -> Result:
+    """Tries every guard."""
+    started = time.monotonic()
+    return Result("guards", guards.check(environments.select(None)), time.monotonic() - started)
+
+
+def run_aside(part: str) -> Result:
+    """Runs a part in a process of its own, at a lower priority, and keeps its output."""
+    started = time.monotonic()
+    command = ["nice", "-n", str(NICENESS), sys.executable, "-m", "tools.run_tests", "--only", part]
+    done = subprocess.run(
+        command,
+        cwd=environments.ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        check=False,
+    )
+    return Result(f"{part}, beside the cluster", done.returncode == 0, time.monotonic() - started, done.stdout)
+
+
+def run_beside(parts: list[str]) -> list[Result]:
+    """Runs the tests on the cluster, and these parts meanwhile, one after the other; then shows what they printed."""
+    programs.ensure()
+    with ThreadPoolExecutor(1) as lane:
+        aside: list[Future[Result]] = [lane.submit(run_aside, part) for part in parts]
+        (nodes,) = environments.select("nodes")
+        results = [run_selection(nodes)]
+        for each in aside:
+            result = each.result()
+            print(f"\ntest: {result.name}\n{result.output}", flush=True)
+            results.append(result)
+    return results
 
 
 def run_all(only: str | None) -> list[Result]:
     """Runs what `only` names. Raises environments.UnknownPartError and cache.SetUpError."""
-    results: list[Result] = []
+    if only == "guards":
+        return [run_guards()]
+    if only == "e2e":
+        return run_beside(["apiservers"])
     if only == "api-versions":
         os.environ["ORBITKV_TEST_API_VERSIONS"] = "1"
         programs.ensure(programs.tested_apiservers())
-    if only != "guards":
-        for selection in environments.select(only):
-            print(f"test: {selection.path} ({selection.kind} environment)", flush=True)
-            started = time.monotonic()
-            if selection.kind == "cluster":
-                programs.ensure()  # not within pytest, which gives up on what takes as many minutes as building does
-            with cluster_ended_after(selection.kind):
-                passed = run_pytest(selection)
-            results.append(Result(f"tests in the {selection.kind} environment", passed, time.monotonic() - started))
-    if only in (None, "guards"):
-        started = time.monotonic()
-        passed = guards.check(environments.select(None))
-        results.append(Result("guards", passed, time.monotonic() - started))
-    return results
+    selections = environments.select(only)
+    if only is not None:
+        return [run_selection(each) for each in selections]
+    alone = [run_selection(each) for each in selections if each.kind != "cluster"]
+    return alone + run_beside(["apiservers", "guards"])
 
 
 def main() -> None:

@@ -27,7 +27,7 @@ if [ "${1:-}" = engine ]; then
 fi
 if [ "${1:-}" = cluster ]; then
     PATH=$PATH:/usr/sbin:/sbin
-    for needed in etcd:etcd-server runc iptables conntrack buildah debootstrap curl ip:iproute2 sysctl:procps setpriv:util-linux; do
+    for needed in etcd:etcd-server runc iptables conntrack buildah debootstrap curl ip:iproute2 sysctl:procps setpriv:util-linux tcc:tcc; do
         command -v "${needed%%:*}" >/dev/null || missing+=("${needed##*:}")
     done
     [ -x /usr/lib/cni/bridge ] || missing+=(containernetworking-plugins)

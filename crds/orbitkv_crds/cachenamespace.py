@@ -167,6 +167,11 @@ class AttachedPod(Model):
     name: str = Field(max_length=253, description="Its name.")
     node: str = Field(max_length=253, description="Where it runs.")
     sessions: int = Field(ge=0, description="Its connections to the agent.")
+    engine: str | None = Field(default=None, max_length=64, description="Its engine and the engine's version.")
+    requested_tokens: int | None = Field(
+        default=None, ge=0, description="Tokens of prompts that it asked for since its engine attached."
+    )
+    hit_tokens: int | None = Field(default=None, ge=0, description="Tokens of them that came from the cache.")
 
 
 class Attached(Model):
@@ -174,6 +179,9 @@ class Attached(Model):
 
     pods: int = Field(default=0, ge=0, description="Pods.")
     sessions: int = Field(default=0, ge=0, description="Connections to agents.")
+    without: int = Field(
+        default=0, ge=0, description="Pods that ask for it and run without; the condition InUse names the first ones."
+    )
     first: list[AttachedPod] | None = Field(default=None, max_length=10, description="The first 10 pods.")
 
 
@@ -185,6 +193,7 @@ class LastHour(Model):
     )
     requested_tokens: int = Field(default=0, ge=0, description="Tokens that engines asked for.")
     hit_tokens: int = Field(default=0, ge=0, description="Tokens of them that came from the cache.")
+    computed_tokens: int = Field(default=0, ge=0, description="Tokens of them that engines had to compute.")
 
 
 class CacheNamespaceStatus(Model):

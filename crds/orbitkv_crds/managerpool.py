@@ -51,8 +51,11 @@ class GPU(Model):
 
     access: Annotated[GPUAccess, Change.REPLACE] = Field(
         default="auto",
-        description="The way to the GPUs. none: host mode, for engines on CPUs. The others are not served yet in this "
-        "release: a pool with one of them starts no agents and says so in its condition GPUAccess.",
+        description="The way to the GPUs. auto: runtimeClass if the RuntimeClass is there when the pool is made, else "
+        "defaultRuntime. runtimeClass, runtimeClassCDI: NVIDIA's runtime by a RuntimeClass, in its usual mode or with "
+        "the Container Device Interface. defaultRuntime: NVIDIA's runtime is the nodes' default. privileged: agents "
+        "have all devices of the node, for runtimes that add the driver's libraries only. none: host mode, for engines "
+        "on CPUs. dra: not served in this release. The condition GPUAccess says whether agents see the GPUs.",
     )
     runtime_class_name: Annotated[ObjectName, Change.REPLACE] | None = Field(
         default=None,

@@ -8,6 +8,7 @@ differs in nothing, so silence alone never restarts anybody.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -15,9 +16,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from orbitkv_operator.cluster.api import Api, ApiError, Manifest, Resource
-from orbitkv_operator.router import Router
-from orbitkv_operator.view import KINDS, Name, View, name_of
+from orbitkv_operator.cluster.api import ENGINE_PODS, Api, ApiError, Manifest, Resource
+from orbitkv_operator.view import KINDS, Name, Observer, View, name_of
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +103,9 @@ class Watch:
 
 
 MANY: Final = 50
-"""Differences beyond which a kind is listed as a whole."""
+"""Differences beyond which a kind is listed as a whole. Of engines' pods, which may be many, no more are fetched."""
+ENGINE_PODS_EVERY: Final = 5
+"""Rounds after which engines' pods are listed: they are many, and what depends on them can wait."""
 
 
 @dataclass
@@ -113,22 +115,26 @@ class Auditor:
     api: Api
     view: View
     watches: Sequence[Watch]
-    router: Router
+    router: Observer
     seconds: float
     _stop: threading.Event = field(default_factory=threading.Event)
 
     def run(self) -> None:
         """Hold lists against the watches until `stop`."""
-        while not self._stop.wait(self.seconds):
+        for number in itertools.count():
+            if self._stop.wait(self.seconds):
+                return
             for watch in self.watches:
+                if watch.resource is ENGINE_PODS and number % ENGINE_PODS_EVERY:
+                    continue
                 try:
                     self.audit(watch)
                 except ApiError as error:
                     logger.debug(
-                        "a watch could not be checked", extra={"watch": watch.resource.plural, "error": str(error)}
+                        "a watch could not be checked", extra={"watch": watch.resource.label, "error": str(error)}
                     )
                 except Exception:
-                    logger.exception("a watch could not be checked", extra={"watch": watch.resource.plural})
+                    logger.exception("a watch could not be checked", extra={"watch": watch.resource.label})
 
     def stop(self) -> None:
         """End `run`."""
@@ -148,15 +154,15 @@ class Auditor:
             self.router.gone(resource, name)
         changed = [name for name in differing if name in listed]
         if changed:
-            logger.info("a watch is behind a list", extra={"watch": resource.plural, "objects": len(changed)})
-        if resource not in KINDS:
+            logger.info("a watch is behind a list", extra={"watch": resource.label, "objects": len(changed)})
+        if resource not in KINDS and resource is not ENGINE_PODS:
             for name in changed:
                 self.router.changed(resource, listed[name], False)
-        elif len(changed) > MANY:
+        elif len(changed) > MANY and resource is not ENGINE_PODS:
             for manifest in self.api.list_all(resource, watch.namespace, labels=watch.labels):
                 self.router.changed(resource, manifest, False)
         else:
-            for namespace, plain in changed:
+            for namespace, plain in changed[:MANY]:
                 found = self.api.get(resource, namespace or None, plain)
                 if found is not None:
                     self.router.changed(resource, found, False)
@@ -165,5 +171,5 @@ class Auditor:
         """Return which watch is dead, in words, or nothing."""
         for watch in self.watches:
             if watch.behind() >= 0.9 * self.seconds:
-                return f"the watch of {watch.resource.plural} does not show what is there"
+                return f"the watch of {watch.resource.label} does not show what is there"
         return ""

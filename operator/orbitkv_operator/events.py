@@ -33,13 +33,19 @@ class Events:
     _said: dict[str, float] = field(default_factory=dict)
 
     def post(
-        self, about: Manifest, kind: Literal["Normal", "Warning"], reason: str, message: str, action: str = "Reconcile"
+        self,
+        about: Manifest,
+        kind: Literal["Normal", "Warning"],
+        reason: str,
+        message: str,
+        action: str = "Reconcile",
+        quiet: float = QUIET_SECONDS,
     ) -> None:
-        """Post an event on `about` (an object with apiVersion and kind), unless it was said lately."""
+        """Post an event on `about` (an object with apiVersion and kind), unless said in the last `quiet` seconds."""
         metadata, now = about["metadata"], self.clock()
         said = hashlib.sha256(f"{metadata['uid']} {reason} {message}".encode()).hexdigest()[:16]
         with self._lock:
-            if now - self._said.get(said, -QUIET_SECONDS) < QUIET_SECONDS:
+            if now - self._said.get(said, -quiet) < quiet:
                 return
             if len(self._said) > _MOST:
                 self._said.clear()

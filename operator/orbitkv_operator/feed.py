@@ -2,7 +2,8 @@
 
 kopf keeps nothing in the objects: there are only handlers of plain events, so it writes no annotation and no finalizer,
 and `kubectl delete` works while the operator is down. Two of its operators share a thread: one for the release
-namespace and cluster-wide kinds, one for CacheNamespaces everywhere, because one operator is either or.
+namespace and cluster-wide kinds, one for CacheNamespaces and engines' pods everywhere, because one operator is
+either or.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from orbitkv_operator.audit import Watch
 from orbitkv_operator.builders.children import CHILD_KINDS
 from orbitkv_operator.cluster.api import (
     CACHES,
+    ENGINE_PODS,
     NAMESPACES,
     NODES,
     POD_MONITORS,
@@ -28,8 +30,8 @@ from orbitkv_operator.cluster.api import (
     POOLS,
     Api,
 )
-from orbitkv_operator.names import CHILD_SELECTOR
-from orbitkv_operator.router import Router
+from orbitkv_operator.names import CHILD_SELECTOR, ENGINE_SELECTOR
+from orbitkv_operator.view import Observer
 
 logger = logging.getLogger(__name__)
 
@@ -49,10 +51,12 @@ class Patiently:
 
 
 def make_watches(api: Api, namespace: str) -> list[Watch]:
-    """Return the watches that there are to be: those of children in the release namespace, and only ours."""
+    """Return the watches that there are to be: of children in the release namespace, of engines' pods anywhere, and
+    only ours of both."""
     children = [Watch(kind, namespace, CHILD_SELECTOR) for kind in (*CHILD_KINDS, PODS)]
     return [
         *(Watch(kind) for kind in (POOLS, CACHES, NODES, NAMESPACES)),
+        Watch(ENGINE_PODS, None, ENGINE_SELECTOR),
         *(watch for watch in children if watch.resource is not POD_MONITORS or api.serves(POD_MONITORS)),
     ]
 
@@ -63,7 +67,7 @@ class Feed:
 
     watches: list[Watch]
     namespace: str
-    router: Router
+    router: Observer
     silence_seconds: float
     """A watch on which nothing came for so long is opened again (the apiserver sends a bookmark each minute)."""
     failed: Callable[[str], None]
@@ -99,8 +103,8 @@ class Feed:
 
     async def _operators(self) -> None:
         beat = asyncio.create_task(self._beats(), name="beat")
-        everywhere = [watch for watch in self.watches if watch.resource is CACHES]
-        here = [watch for watch in self.watches if watch.resource is not CACHES]
+        everywhere = [watch for watch in self.watches if watch.resource in (CACHES, ENGINE_PODS)]
+        here = [watch for watch in self.watches if watch.resource not in (CACHES, ENGINE_PODS)]
         try:
             await asyncio.gather(
                 self._operator(here, namespaces=[self.namespace]), self._operator(everywhere, clusterwide=True)

@@ -17,9 +17,10 @@ PATIENCE: Final = timedelta(seconds=60)
 """How long an agent may take for something before it counts as a problem."""
 REMEMBERED: Final = timedelta(minutes=10)
 """How long a kill for memory is shown after the agent runs again."""
-_IMAGE: Final = frozenset(
+IMAGE_PROBLEMS: Final = frozenset(
     {"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "ImageInspectError"}
 )
+"""Why a container waits, where its image cannot be had."""
 _LONGEST: Final = 1024
 
 
@@ -48,7 +49,7 @@ def read_agent(pod: Manifest) -> Agent:
     if metadata.get("deletionTimestamp") or _phase(pod) in ("Failed", "Succeeded"):
         health = Health.GOING
     else:
-        health = Health.READY if _condition(pod, "Ready").get("status") == "True" else Health.NOT_READY
+        health = Health.READY if _serves(pod) else Health.NOT_READY
     template = (metadata.get("annotations") or {}).get(names.ANNOTATION_TEMPLATE_HASH, "")
     return Agent(metadata["name"], metadata["uid"], node_of(pod), template, health)
 
@@ -156,13 +157,11 @@ def problem(pool: ManagerPool, pod: Manifest, now: datetime) -> Problem | None:
     scheduled = _condition(pod, "PodScheduled")
     if scheduled.get("status") == "False":
         return Problem("Unschedulable", _why_unschedulable(pool, str(scheduled.get("message") or "")))
-    for container in status.get("containerStatuses") or ():
-        found = _container_problem(pool, pod, container, now)
-        if found is not None:
-            return found
-    if _condition(pod, "Ready").get("status") == "True":
-        return None
-    if not (status.get("containerStatuses") or [{}])[0].get("started"):
+    container = _agent_status(pod)
+    found = _container_problem(pool, pod, container, now) if container else None
+    if found is not None or _serves(pod):
+        return found
+    if not container.get("started"):
         since = _time(status.get("startTime") or metadata["creationTimestamp"])
         if now - since < 10 * PATIENCE:
             return None
@@ -175,7 +174,7 @@ def problem(pool: ManagerPool, pod: Manifest, now: datetime) -> Problem | None:
 def _container_problem(pool: ManagerPool, pod: Manifest, container: Manifest, now: datetime) -> Problem | None:
     waiting: dict[str, Any] = (container.get("state") or {}).get("waiting") or {}
     reason, words = str(waiting.get("reason") or ""), str(waiting.get("message") or "")
-    if reason in _IMAGE:
+    if reason in IMAGE_PROBLEMS:
         image = next((it["image"] for it in pod["spec"]["containers"] if it["name"] == container["name"]), "")
         return Problem(
             reason,
@@ -184,7 +183,7 @@ def _container_problem(pool: ManagerPool, pod: Manifest, container: Manifest, no
         )
     ended = _last_end(container)
     restarts = container.get("restartCount", 0)
-    serves = _condition(pod, "Ready").get("status") == "True"
+    serves = _serves(pod)
     if ended.get("reason") == "OOMKilled":
         if serves and now - _time(ended.get("finishedAt")) > REMEMBERED:
             return None
@@ -196,6 +195,9 @@ def _container_problem(pool: ManagerPool, pod: Manifest, container: Manifest, no
             f"{pool.spec.memory.pool} are memory.pool). {again} Raise spec.resources.limits.memory, or lower "
             "spec.memory.pool.",
         )
+    if ended.get("exitCode") == names.AGENT_SEES_NO_GPU and not serves:
+        last = str(ended.get("message") or "").strip().rpartition("\n")[2]
+        return Problem("NoGPU", f"The agent sees no GPU, and ends. It said: {_sentence(last)} See condition GPUAccess.")
     if reason == "CrashLoopBackOff" or (ended and not serves and restarts > 1):
         code, last = ended.get("exitCode", "unknown"), str(ended.get("message") or "").strip().rpartition("\n")[2]
         said = f" It said: {_sentence(last)}" if last else ""
@@ -235,6 +237,17 @@ def _phase(pod: Manifest) -> str:
 def _condition(thing: Manifest, kind: str) -> dict[str, Any]:
     conditions: Iterator[dict[str, Any]] = iter((thing.get("status") or {}).get("conditions") or ())
     return next((it for it in conditions if it["type"] == kind), {})
+
+
+def _agent_status(pod: Manifest) -> dict[str, Any]:
+    """Return the status of the agent's container: the others of its pod are no reason to do without it."""
+    statuses: Iterable[dict[str, Any]] = (pod.get("status") or {}).get("containerStatuses") or ()
+    return next((it for it in statuses if it["name"] == names.AGENT_CONTAINER), {})
+
+
+def _serves(pod: Manifest) -> bool:
+    """Whether the agent is ready, whatever the rest of its pod is."""
+    return _condition(pod, "Ready").get("status") == "True" or bool(_agent_status(pod).get("ready"))
 
 
 def _last_end(container: Manifest) -> dict[str, Any]:

@@ -17,7 +17,12 @@ ANNOTATION_APPLIED: Final = "orbitkv.io/applied"
 ANNOTATION_AGENT_CONFIG: Final = "orbitkv.io/agent-config"
 """On an agent's pod: its configuration file."""
 
+PAYLOAD_CONTAINER: Final = "payload"
+"""In an agent's pod: what has the image on its node before an engine's pod needs it."""
+
 CHILD_SELECTOR: Final = f"app.kubernetes.io/managed-by={names.MANAGED_BY}"
+ENGINE_SELECTOR: Final = f"{names.LABEL_CACHE}=true"
+"""Pods that the webhook has seen."""
 AGENT_LABELS: Final = {"app.kubernetes.io/name": "orbitkv", "app.kubernetes.io/component": "agent"}
 """Labels of every agent's pod, whatever its pool."""
 

@@ -9,25 +9,32 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from typing import Any, Final
 
 from orbitkv_crds.agent_api.reports_pb2 import Report
 from orbitkv_operator.audit import Auditor, Watch
 from orbitkv_operator.certificates import Serving
-from orbitkv_operator.cluster.api import CACHES, POOLS, Api, ApiError, KubernetesApi
+from orbitkv_operator.cluster.api import CACHES, ENGINE_PODS, POOLS, Api, ApiError, KubernetesApi
+from orbitkv_operator.engines.missed import SWEEP_SECONDS, Sweep
+from orbitkv_operator.engines.pods import EnginePods
+from orbitkv_operator.engines.probe import PROBE_SECONDS, Probe
 from orbitkv_operator.events import Events
 from orbitkv_operator.feed import Feed, make_watches
 from orbitkv_operator.leader import Leader
 from orbitkv_operator.metrics import Metrics
-from orbitkv_operator.queue import KeyedQueue
+from orbitkv_operator.queue import Key, KeyedQueue
 from orbitkv_operator.reconcile.cache import CacheReconciler, Decisions
+from orbitkv_operator.reconcile.pod import PodReconciler
+from orbitkv_operator.reconcile.payload import PayloadPulls
 from orbitkv_operator.reconcile.pool import PoolReconciler
 from orbitkv_operator.reconcile.status_writer import StatusWriter
 from orbitkv_operator.reconcile.system import CERTIFICATES, ENDPOINTS, KEYS, Owner, SystemReconciler
+from orbitkv_operator.reconcile.webhook import WEBHOOK, WebhookReconciler
 from orbitkv_operator.reports.server import ReportServer
 from orbitkv_operator.reports.store import INTERVAL, ReportStore
 from orbitkv_operator.reviews import Reviews
-from orbitkv_operator.router import Router, cache_key, pool_key
+from orbitkv_operator.router import Router, cache_key, pod_key, pool_key
 from orbitkv_operator.settings import Settings
 from orbitkv_operator.view import KINDS, View
 from orbitkv_operator.web import HttpServer, metrics, probes
@@ -37,6 +44,8 @@ logger = logging.getLogger(__name__)
 
 CRD_SECONDS: Final = 2.0
 """Rhythm in which CRDs that are not there yet are looked for."""
+PROBE: Final = Key("WebhookProbe", "probe")
+SWEEP: Final = Key("PodSweep", "sweep")
 FEED_SECONDS: Final = 60.0
 """Time without a sign of the watches' thread after which it counts as stalled."""
 
@@ -56,8 +65,9 @@ class Operator:
 
         self._view = View()
         self._queue = KeyedQueue()
-        self._router = Router(self._view, self._queue)
-        self._metrics = Metrics(lambda: self._watches)
+        self._pods = EnginePods()
+        self._router = Router(self._view, self._queue, self._pods)
+        self._metrics = Metrics(lambda: self._watches, self._pods.counts)
         self._store = ReportStore()
         reviews = Reviews(self._api)
         self._reports = ReportServer(settings.reports_port, settings.namespace, reviews, self._store, self._reported)
@@ -164,6 +174,10 @@ class Operator:
         threading.Thread(target=self._auditor.run, name="audit", daemon=True).start()
         for key in KEYS:
             self._queue.add(key)
+        if self._settings.webhook:
+            self._queue.add(WEBHOOK)
+            self._queue.add(PROBE)
+            self._queue.add(SWEEP)
         self._router.everything()
         self._workers.start()
         logger.info("acting", extra={"pools": len(self._view.pools()), "cache_namespaces": len(self._view.caches())})
@@ -171,13 +185,24 @@ class Operator:
 
     def _handlers(self, owner: Owner) -> dict[str, Any]:
         status, events = StatusWriter(self._api), Events(self._api, self._settings.pod_name)
-        pools = PoolReconciler(self._api, self._view, self._settings, self._store, status, events, lambda: self._bundle)
-        caches = CacheReconciler(self._view, Decisions(self._view), self._store, status, events)
+        payloads = PayloadPulls()
+        pools = PoolReconciler(
+            self._api, self._view, self._settings, self._store, status, events, lambda: self._bundle, payloads
+        )
+        webhook = WebhookReconciler(self._api, self._settings, owner, payloads)
+        caches = CacheReconciler(self._view, Decisions(self._view), self._store, status, events, self._pods)
+        pods = PodReconciler(self._view, self._pods, self._store, events, self._without_changed)
+        sweep = Sweep(self._api, self._settings.namespace, self._pods, events, self._without_changed)
+        probe = Probe(self._api, self._settings.namespace, self._settings.agent_image, self._metrics.webhook_probed)
         system = SystemReconciler(self._api, self._settings, owner, self._serve, lambda: self._reports.port)
         return {
             POOLS.kind: lambda key: pools.reconcile(key.name),
             CACHES.kind: lambda key: caches.reconcile(key.namespace, key.name),
             CERTIFICATES.kind: system.reconcile,
+            WEBHOOK.kind: webhook.reconcile,
+            ENGINE_PODS.kind: lambda key: pods.reconcile(key.namespace, key.name),
+            PROBE.kind: lambda key: _every(PROBE_SECONDS, probe.run),
+            SWEEP.kind: lambda key: _every(SWEEP_SECONDS, sweep.run),
         }
 
     # -------------------------------------------------------------------------------------------------------- meanwhile
@@ -203,10 +228,18 @@ class Operator:
             if known is not None:
                 attached = bool(engines.get(part.uid)) != bool(part.engines)
                 self._queue.add(cache_key(part.namespace, part.name), 0.0 if attached else INTERVAL)
+        for name in _visits_changed(before, report):
+            self._queue.add(pod_key(*name))
         if before is not None:
             left = {(it.namespace, it.name) for it in before.cache_namespaces if it.engines}
-            for namespace, name in left - {(it.namespace, it.name) for it in report.cache_namespaces}:
-                self._queue.add(cache_key(namespace, name))
+            for name in left - {(it.namespace, it.name) for it in report.cache_namespaces}:
+                self._queue.add(cache_key(*name))
+
+    def _without_changed(self, cache: str) -> None:
+        """Other pods run without a CacheNamespace than before: its status names them."""
+        namespace, _, name = cache.partition("/")
+        if name:  # a pod may ask for a cache in words that name none
+            self._queue.add(cache_key(namespace, name))
 
     def _not_live(self) -> str:
         if self._feed is None:
@@ -217,3 +250,21 @@ class Operator:
 
     def _not_ready(self) -> str:
         return self._waits_for
+
+
+def _every(seconds: float, run: Callable[[], None]) -> float:
+    run()
+    return seconds
+
+
+def _visits_changed(before: Report | None, report: Report) -> set[tuple[str, str]]:
+    """Return the pods (namespace, name) of which an agent says something else than in its last report."""
+    known = {it.uid: it for it in before.pods} if before is not None else {}
+    now = {it.uid: it for it in report.pods}
+    changed = [
+        it
+        for uid, it in now.items()
+        if uid not in known or (known[uid].state, known[uid].reason) != (it.state, it.reason)
+    ]
+    gone = [it for uid, it in known.items() if uid not in now]
+    return {(it.namespace, it.name) for it in (*changed, *gone)}

@@ -52,7 +52,7 @@ class Reviews:
     clock: Callable[[], float] = time.time
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _users: dict[str, tuple[float, User | None]] = field(default_factory=dict)
-    _readers: dict[str, tuple[float, bool]] = field(default_factory=dict)
+    _readers: dict[str, tuple[float, bool | None]] = field(default_factory=dict)
 
     def user(self, token: str, audience: str | None, forget_after: float | None = None) -> User | None:
         """Return who a token belongs to, or None if it is not valid for `audience` (None: the API's own).
@@ -84,8 +84,8 @@ class Reviews:
                 self._users[known_as] = until, found
         return found
 
-    def may_read_metrics(self, token: str) -> bool:
-        """Return whether a token's owner may get /metrics.
+    def may_read_metrics(self, token: str) -> bool | None:
+        """Return whether a token's owner may get /metrics; None: it is no valid token.
 
         Raises:
             ApiError: the API cannot be asked.
@@ -93,11 +93,11 @@ class Reviews:
         known_as = hashlib.sha256(token.encode()).hexdigest()
         now = self.clock()
         with self._lock:
-            until, known = self._readers.get(known_as, (0.0, False))
+            until, known = self._readers.get(known_as, (0.0, None))
         if now < until:
             return known
         user = self.user(token, None, METRICS_SECONDS)
-        allowed = user is not None and self._may_get(user, "/metrics")
+        allowed = None if user is None else self._may_get(user, "/metrics")
         with self._lock:
             if len(self._readers) >= _MOST:
                 self._readers.clear()

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from orbitkv_crds import names
-from orbitkv_operator.cluster.api import CACHES, NAMESPACES, NODES, PODS, POOLS, Manifest, Resource
+from orbitkv_operator.cluster.api import CACHES, ENGINE_PODS, NAMESPACES, NODES, PODS, POOLS, Manifest, Resource
+from orbitkv_operator.engines.pods import EnginePods
 from orbitkv_operator.queue import Key, KeyedQueue
 from orbitkv_operator.view import KINDS, Name, View, name_of
 
@@ -22,6 +23,7 @@ class Router:
 
     view: View
     queue: KeyedQueue
+    pods: EnginePods
 
     def everything(self) -> None:
         """Look at all that is known."""
@@ -32,7 +34,13 @@ class Router:
 
     def changed(self, resource: Resource, manifest: Manifest, gone: bool) -> None:
         """An object has come, changed or gone."""
-        if resource not in KINDS:
+        if resource is ENGINE_PODS:
+            if gone:
+                self.gone(resource, name_of(manifest))
+            else:
+                self.pods.put(manifest)
+                self.queue.add(pod_key(*name_of(manifest)))
+        elif resource not in KINDS:
             pool = (manifest["metadata"].get("labels") or {}).get(names.LABEL_POOL)
             if pool:
                 self.queue.add(pool_key(pool), SETTLE_SECONDS if resource is PODS else 0.0)
@@ -44,7 +52,12 @@ class Router:
 
     def gone(self, resource: Resource, name: Name) -> None:
         """An object is gone."""
-        if resource in KINDS:
+        if resource is ENGINE_PODS:
+            self.queue.add(pod_key(*name))
+            ran_without = self.pods.drop(name).partition("/")
+            if ran_without[2]:
+                self.queue.add(cache_key(ran_without[0], ran_without[2]))
+        elif resource in KINDS:
             cache = self.view.cache(*name) if resource is CACHES else None
             self._concerns(resource, name, cache.pool if cache else "", self.view.drop(resource, name))
         else:  # what is left of a child is its name
@@ -85,6 +98,11 @@ def pool_key(name: str) -> Key:
 def cache_key(namespace: str, name: str) -> Key:
     """Return the key of a cache namespace."""
     return Key(CACHES.kind, name, namespace)
+
+
+def pod_key(namespace: str, name: str) -> Key:
+    """Return the key of an engine's pod."""
+    return Key(ENGINE_PODS.kind, name, namespace)
 
 
 def _pool_of(resource: Resource, manifest: Manifest) -> str:

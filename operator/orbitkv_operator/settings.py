@@ -1,4 +1,7 @@
-"""The operator's settings: one frozen model, from flags and environment variables (a flag wins)."""
+"""The operator's settings: one frozen model, from flags and environment variables (a flag wins).
+
+The webhook, which is a program of its own, reads its settings in the same way.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,14 @@ import socket
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from orbitkv_crds.stamps import PayloadMode
+
 PREFIX: Final = "ORBITKV_OPERATOR_"
+Model = TypeVar("Model", bound=BaseModel)
 _SERVICE_ACCOUNT_NAMESPACE: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 
@@ -25,7 +31,8 @@ class SettingsError(Exception):
         self.problems = tuple(problems)
 
 
-def _split_list(value: Any) -> Any:
+def split_list(value: Any) -> Any:
+    """Read a list whose items are separated by commas."""
     return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
 
 
@@ -47,8 +54,20 @@ class Settings(BaseModel):
     pod_name: str = Field(min_length=1, description="Name of this replica: its identity in the Lease.")
     pod_ip: str = Field(default="", description="Address under which agents reach this replica; empty: found out.")
     agent_image: str = Field(min_length=1, description="Image of agents whose pool names none.")
-    agent_pull_secrets: Annotated[tuple[str, ...], BeforeValidator(_split_list)] = Field(
+    agent_pull_secrets: Annotated[tuple[str, ...], BeforeValidator(split_list)] = Field(
         default=(), description="Secrets for pulling agents' images, separated by commas; a pool's own come after them."
+    )
+    payload_image: str = Field(
+        default="", description="Image with the files that engines load, which agents' pods pull ahead; empty: none."
+    )
+    payload_pull_policy: Literal["Always", "IfNotPresent", "Never"] = Field(
+        default="IfNotPresent", description="When nodes pull it."
+    )
+    payload_pull_secrets: Annotated[tuple[str, ...], BeforeValidator(split_list)] = Field(
+        default=(), description="Secrets for pulling it, separated by commas."
+    )
+    payload_mode: PayloadMode = Field(
+        default="init", description="How it gets into engines' pods; with imageVolume it is tried whether that works."
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="Least severe entries to log."
@@ -56,6 +75,9 @@ class Settings(BaseModel):
     certificates: Literal["self-managed", "cert-manager"] = Field(
         default="self-managed",
         description="Who makes the Secret orbitkv-certificates: the operator itself, or cert-manager.",
+    )
+    webhook: bool = Field(
+        default=False, description="Whether the chart has installed the webhook: then it is probed each minute."
     )
     network_policy: bool = Field(default=True, description="Whether each pool gets a NetworkPolicy.")
     metrics_from: Annotated[tuple[dict[str, Any], ...], BeforeValidator(_read_json)] = Field(
@@ -88,29 +110,43 @@ Every setting can also be given as an environment variable: --agent-image as ORB
 
 
 def load_settings(arguments: Sequence[str], environment: Mapping[str, str] = os.environ) -> Settings:
-    """Put the settings together. `--help` and a wrong command line end with SystemExit.
+    """Put the operator's settings together. `--help` and a wrong command line end with SystemExit.
+
+    Raises:
+        SettingsError: a value cannot be used.
+    """
+    return read_settings(Settings, "orbitkv-operator", _ABOUT, PREFIX, arguments, environment)
+
+
+def read_settings(
+    model: type[Model],
+    program: str,
+    about: str,
+    prefix: str,
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+) -> Model:
+    """Put a program's settings together, as `load_settings` does. `prefix` is that of its environment variables.
 
     Raises:
         SettingsError: a value cannot be used.
     """
     parser = argparse.ArgumentParser(
-        prog="orbitkv-operator", description=_ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=program, description=about, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {version('orbitkv')}")
-    for name, field in Settings.model_fields.items():
+    for name, field in model.model_fields.items():
         parser.add_argument("--" + name.replace("_", "-"), metavar="VALUE", help=field.description, default=None)
     given = {name: text for name, text in vars(parser.parse_args(arguments)).items() if text is not None}
-    values = _defaults(environment)
+    values = {name: value for name, value in _defaults(environment).items() if name in model.model_fields}
     values |= {
-        name: environment[PREFIX + name.upper()]
-        for name in Settings.model_fields
-        if PREFIX + name.upper() in environment
+        name: environment[prefix + name.upper()] for name in model.model_fields if prefix + name.upper() in environment
     }
     values |= given
     try:
-        return Settings(**values)
+        return model(**values)
     except ValidationError as error:
-        raise SettingsError([_problem(item["loc"], item["msg"]) for item in error.errors()]) from None
+        raise SettingsError([_problem(prefix, item["loc"], item["msg"]) for item in error.errors()]) from None
 
 
 def _defaults(environment: Mapping[str, str]) -> dict[str, Any]:
@@ -125,6 +161,6 @@ def _defaults(environment: Mapping[str, str]) -> dict[str, Any]:
         return found
 
 
-def _problem(location: tuple[int | str, ...], message: str) -> str:
+def _problem(prefix: str, location: tuple[int | str, ...], message: str) -> str:
     name = str(location[0]) if location else "settings"
-    return f"{PREFIX}{name.upper()} (--{name.replace('_', '-')}): {message.removeprefix('Value error, ')}"
+    return f"{prefix}{name.upper()} (--{name.replace('_', '-')}): {message.removeprefix('Value error, ')}"

@@ -7,18 +7,30 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from pydantic import ValidationError
 
 from orbitkv_crds.cachenamespace import CacheNamespace
 from orbitkv_crds.model import describe_errors
+from orbitkv_crds.stamps import PREFIX
+from orbitkv_operator import gpu
 from orbitkv_operator.cluster.api import CACHES, NAMESPACES, NODES, POOLS, Manifest, Resource
 
 Name = tuple[str, str]
 """(namespace, name); no namespace for cluster-wide kinds."""
 
 KINDS: Final = (POOLS, CACHES, NODES, NAMESPACES)
+
+
+class Observer(Protocol):
+    """Learns of changes in the cluster."""
+
+    def changed(self, resource: Resource, manifest: Manifest, gone: bool) -> None:
+        """An object has come, changed or gone."""
+
+    def gone(self, resource: Resource, name: Name) -> None:
+        """An object is gone."""
 
 
 def name_of(manifest: Manifest) -> Name:
@@ -50,6 +62,16 @@ class Cache:
         """Name of the pool that it refers to."""
         reference = (self.manifest.get("spec") or {}).get("poolRef") or {}
         return str(reference.get("name") or "")
+
+
+@dataclass(frozen=True)
+class Namespace:
+    """What is kept of a Namespace."""
+
+    uid: str
+    labels: dict[str, str]
+    annotations: dict[str, str]
+    """Ours only."""
 
 
 @dataclass
@@ -114,14 +136,24 @@ class View:
         return [cache for cache in found if pool is None or cache.pool == pool]
 
     def nodes(self) -> dict[str, Manifest]:
-        """Return all nodes by name: labels, taints, and whether they are ready."""
+        """Return all nodes by name: labels, taints, whether they are ready, and what they say of GPUs."""
         with self._lock:
             return {name: node for (_, name), node in self._objects[NODES].items()}
 
     def namespace_labels(self, name: str) -> dict[str, str] | None:
         """Return the labels of a namespace; None: it is not known."""
+        found = self.namespace(name)
+        return None if found is None else found.labels
+
+    def namespace_annotations(self, name: str) -> dict[str, str]:
+        """Return the annotations of a namespace that are ours."""
+        found = self.namespace(name)
+        return {} if found is None else found.annotations
+
+    def namespace(self, name: str) -> Namespace | None:
+        """Return a namespace; None: it is not known."""
         with self._lock:
-            found: dict[str, str] | None = self._objects[NAMESPACES].get(("", name))
+            found: Namespace | None = self._objects[NAMESPACES].get(("", name))
             return found
 
 
@@ -129,7 +161,9 @@ def _keep(resource: Resource, manifest: Manifest) -> Any:
     """Return what is kept of an object: of nodes and namespaces, which are many, no more than is used."""
     metadata = manifest["metadata"]
     if resource is NAMESPACES:
-        return dict(metadata.get("labels") or {})
+        annotations = metadata.get("annotations") or {}
+        ours = {key: value for key, value in annotations.items() if key.startswith(PREFIX)}
+        return Namespace(metadata.get("uid") or "", dict(metadata.get("labels") or {}), ours)
     if resource is NODES:
         ready = [
             {"type": it["type"], "status": it["status"]}
@@ -139,10 +173,18 @@ def _keep(resource: Resource, manifest: Manifest) -> Any:
         return {
             "metadata": {"name": metadata["name"], "labels": dict(metadata.get("labels") or {})},
             "spec": {"taints": [dict(it) for it in (manifest.get("spec") or {}).get("taints") or ()]},
-            "status": {"conditions": ready},
+            "status": {"conditions": ready, **_gpu_facts(manifest.get("status") or {})},
         }
     kept = {**manifest, "metadata": {key: value for key, value in metadata.items() if key != "managedFields"}}
     return Cache.of(kept) if resource is CACHES else kept
+
+
+def _gpu_facts(status: Manifest) -> Manifest:
+    """Return what a node's status says of GPUs: how many it offers, and the names of its runtime's handlers."""
+    offered = (status.get("allocatable") or {}).get(gpu.RESOURCE)
+    handlers = [{"name": it.get("name") or ""} for it in status.get("runtimeHandlers") or ()]
+    facts = {"allocatable": {gpu.RESOURCE: offered} if offered is not None else None, "runtimeHandlers": handlers}
+    return {name: value for name, value in facts.items() if value}
 
 
 def _essence(resource: Resource, kept: Any) -> Any:

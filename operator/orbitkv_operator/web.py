@@ -45,8 +45,8 @@ def probes(live: Callable[[], str], ready: Callable[[], str]) -> Answerer:
     return answer
 
 
-def metrics(registry: CollectorRegistry, may_read: Callable[[str], bool]) -> Answerer:
-    """Return what answers requests for metrics; `may_read` judges a token."""
+def metrics(registry: CollectorRegistry, may_read: Callable[[str], bool | None]) -> Answerer:
+    """Return what answers requests for metrics; `may_read` judges a token (None: it is not valid)."""
 
     def answer(path: str, accept: str, authorization: str) -> Answer:
         if path != "/metrics":
@@ -59,6 +59,8 @@ def metrics(registry: CollectorRegistry, may_read: Callable[[str], bool]) -> Ans
         except ApiError as error:
             logger.warning("a token could not be reviewed", extra={"error": str(error)})
             return Answer(503, b"the token cannot be reviewed at present\n")
+        if allowed is None:
+            return Answer(401, b"the apiserver does not accept this token\n")
         if not allowed:
             return Answer(
                 403, b"the token's owner may not get /metrics: bind ClusterRole orbitkv-metrics-reader to it\n"

@@ -7,7 +7,13 @@ from typing import Any
 import yaml
 
 from orbitkv_crds.schema import crds
-from orbitkv_operator.rights import CLUSTER_RULES, NAMESPACE_RULES, Rule
+from orbitkv_operator.rights import (
+    CLUSTER_RULES,
+    NAMESPACE_RULES,
+    WEBHOOK_CLUSTER_RULES,
+    WEBHOOK_NAMESPACE_RULES,
+    Rule,
+)
 
 LABELS = '{{- include "orbitkv.labels" (list . "%s") | nindent 4 }}'
 ROLES_HEAD = """\
@@ -17,23 +23,23 @@ BINDING = """\
 apiVersion: rbac.authorization.k8s.io/v1
 kind: {kind}Binding
 metadata:
-  name: orbitkv-operator
+  name: {name}
 {namespace}  labels:
     {labels}
 roleRef:
   apiGroup: rbac.authorization.k8s.io
   kind: {kind}
-  name: orbitkv-operator
+  name: {name}
 subjects:
   - kind: ServiceAccount
-    name: orbitkv-operator
+    name: {name}
     namespace: {{{{ .Release.Namespace }}}}
 """
 ROLE = """\
 apiVersion: rbac.authorization.k8s.io/v1
 kind: {kind}
 metadata:
-  name: orbitkv-operator
+  name: {name}
 {namespace}  labels:
     {labels}
 rules:
@@ -43,11 +49,21 @@ NAMESPACE = "  namespace: {{ .Release.Namespace }}\n"
 
 def operator_roles() -> str:
     """Return the roles of the operator and their bindings."""
+    return ROLES_HEAD + _roles("operator", CLUSTER_RULES, NAMESPACE_RULES)
+
+
+def webhook_roles() -> str:
+    """Return the roles of the webhook and their bindings."""
+    roles = _roles("webhook", WEBHOOK_CLUSTER_RULES, WEBHOOK_NAMESPACE_RULES)
+    return f"{ROLES_HEAD}{{{{- if .Values.injection.enabled }}}}\n{roles}{{{{- end }}}}\n"
+
+
+def _roles(component: str, in_cluster: Sequence[Rule], in_namespace: Sequence[Rule]) -> str:
     parts = []
-    for kind, namespace, rules in (("ClusterRole", "", CLUSTER_RULES), ("Role", NAMESPACE, NAMESPACE_RULES)):
-        words = {"kind": kind, "namespace": namespace, "labels": LABELS % "operator"}
+    for kind, namespace, rules in (("ClusterRole", "", in_cluster), ("Role", NAMESPACE, in_namespace)):
+        words = {"kind": kind, "namespace": namespace, "labels": LABELS % component, "name": f"orbitkv-{component}"}
         parts += [ROLE.format(rules=_rules(rules), **words), BINDING.format(**words)]
-    return ROLES_HEAD + "---\n".join(parts)
+    return "---\n".join(parts)
 
 
 def _rules(rules: Sequence[Rule]) -> str:

@@ -54,6 +54,16 @@ class AgentImage(Image):
     )
 
 
+class PayloadImage(Image):
+    """The image of the payload."""
+
+    repository: str = Field(
+        default="orbitkv/engine-plugin",
+        pattern=r"^[a-z0-9]+([._/-]+[a-z0-9]+)*$",
+        description="Its name in the registry.",
+    )
+
+
 class Images(Part):
     """Where the images are."""
 
@@ -100,6 +110,66 @@ class Operator(Part):
     pod_labels: dict[str, str] = Field(default={}, description="Further labels of the operator's pods.")
 
 
+class Payload(Part):
+    """What engines load, and how it gets into their pods."""
+
+    image: PayloadImage = Field(default=PayloadImage(), description="The image with the files.")
+    pull_policy: Literal["Always", "IfNotPresent", "Never"] = Field(
+        default="IfNotPresent", description="When nodes pull it."
+    )
+    pull_secrets: list[SecretName] = Field(
+        default=[],
+        description="Secrets for pulling it, as `- name: ...`. They are added to engines' pods, so they have to exist "
+        "in the namespaces of these.",
+    )
+    mode: Literal["init", "imageVolume"] = Field(
+        default="init",
+        description="`init`: an init container copies the files. `imageVolume`: the image is a volume of the pod; used "
+        "where the apiserver keeps such volumes (the feature gate ImageVolume), and nodes have to serve them too. "
+        "Elsewhere it is `init` all the same, and pods say so.",
+    )
+
+
+class Injection(Part):
+    """What annotated pods get."""
+
+    enabled: bool = Field(
+        default=True,
+        description="Run the webhook that gives annotated pods what their engines need. Without it engines are set up "
+        "by hand.",
+    )
+    payload: Payload = Field(default=Payload(), description="What engines load, and how it gets into their pods.")
+    pod_security_default: Literal["privileged", "baseline", "restricted"] = Field(
+        default="privileged",
+        description="What Pod Security enforces in namespaces without a label, if your cluster has such a default. "
+        "Where it forbids hostPath volumes, pods start without the cache, with that reason.",
+    )
+
+
+class Webhook(Part):
+    """The webhook's Deployment."""
+
+    replicas: int = Field(default=2, ge=0, le=20, description="Pods of the webhook; all of them serve.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="What it logs.")
+    resources: Resources = Field(default=Resources(), description="Requests and limits of its pods.")
+    priority_class_name: str = Field(default="", description="Priority class of its pods.")
+    node_selector: dict[str, str] = Field(default={}, description="Nodes that it may run on.")
+    tolerations: list[Object] = Field(default=[], description="Taints that its pods tolerate.")
+    affinity: Object = Field(default={}, description="Affinity of its pods.")
+    pod_annotations: dict[str, str] = Field(default={}, description="Further annotations of its pods.")
+    pod_labels: dict[str, str] = Field(default={}, description="Further labels of its pods.")
+
+
+class Compat(Part):
+    """For those who come from elsewhere."""
+
+    lmcache: bool = Field(
+        default=False,
+        description="Serve pods that are labelled `lmcache.ai/lmcache-inject` for LMCache's operator: its annotation "
+        "`lmcache.ai/lmcache-engine` is read as the name of a CacheNamespace. Turn LMCache's own injection off first.",
+    )
+
+
 class AgentPriority(Part):
     """The PriorityClass `orbitkv-agent`."""
 
@@ -122,12 +192,12 @@ class IssuerRef(Part):
 
 
 class Certificates(Part):
-    """The certificate of the server that agents send their reports to."""
+    """The certificates of the server that agents send their reports to, and of the webhook."""
 
     provider: Literal["self-managed", "cert-manager"] = Field(
         default="self-managed",
-        description="Who makes and renews the certificate of the server that agents report to. `self-managed`: the "
-        "operator. `cert-manager`: the chart makes a Certificate, and cert-manager has to be there.",
+        description="Who makes and renews the certificates of the server that agents report to and of the webhook. "
+        "`self-managed`: the operator. `cert-manager`: the chart makes Certificates, and cert-manager has to be there.",
     )
     issuer: IssuerRef = Field(default=IssuerRef(), description="With cert-manager: who signs.")
 
@@ -153,11 +223,12 @@ class RBAC(Part):
 
 
 class NetworkPolicy(Part):
-    """NetworkPolicies of operator and agents."""
+    """NetworkPolicies of operator, webhook and agents."""
 
     enabled: bool = Field(
         default=True,
-        description="Restrict who may open connections to operator and agents. Needs a network that enforces it.",
+        description="Restrict who may open connections to operator, webhook and agents. Needs a network that enforces "
+        "it.",
     )
     metrics_from: list[Object] = Field(
         default=[],
@@ -167,10 +238,10 @@ class NetworkPolicy(Part):
 
 
 class ServiceMonitor(Part):
-    """The operator's ServiceMonitor."""
+    """The ServiceMonitor of operator and webhook."""
 
     enabled: bool = Field(
-        default=False, description="Make a ServiceMonitor for the operator (needs the Prometheus Operator)."
+        default=False, description="Make a ServiceMonitor for operator and webhook (needs the Prometheus Operator)."
     )
     interval: str = Field(default="30s", pattern=r"^([0-9]+(ms|s|m|h))+$", description="How often it is read.")
 
@@ -201,7 +272,7 @@ class Monitoring(Part):
     labels: dict[str, str] = Field(
         default={}, description="Labels that your Prometheus selects ServiceMonitors and rules by."
     )
-    service_monitor: ServiceMonitor = Field(default=ServiceMonitor(), description="Metrics of the operator.")
+    service_monitor: ServiceMonitor = Field(default=ServiceMonitor(), description="Metrics of operator and webhook.")
     rules: Rules = Field(default=Rules(), description="Alerts.")
     dashboard: Dashboard = Field(default=Dashboard(), description="A dashboard.")
 
@@ -230,8 +301,11 @@ class Values(Part):
 
     images: Images = Field(default=Images(), description="Where the images are.")
     operator: Operator = Field(default=Operator(), description="The operator's Deployment.")
+    injection: Injection = Field(default=Injection(), description="What annotated pods get.")
+    webhook: Webhook = Field(default=Webhook(), description="The webhook's Deployment.")
+    compat: Compat = Field(default=Compat(), description="For those who come from elsewhere.")
     agent_priority: AgentPriority = Field(default=AgentPriority(), description="The agents' PriorityClass.")
-    certificates: Certificates = Field(default=Certificates(), description="The report server's certificate.")
+    certificates: Certificates = Field(default=Certificates(), description="Certificates of the servers.")
     crds: CRDs = Field(default=CRDs(), description="CustomResourceDefinitions.")
     deletion_guard: DeletionGuard = Field(default=DeletionGuard(), description="Protection of pools in use.")
     rbac: RBAC = Field(default=RBAC(), description="Roles for people.")

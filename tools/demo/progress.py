@@ -10,14 +10,15 @@ PATIENCE_SECONDS = 10
 
 
 class Progress:
-    """Says what is being done, with the seconds since the start."""
+    """Says what is being done, with the seconds since the start. `name` begins each line."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "demo") -> None:
+        self._name = name
         self._started = time.monotonic()
 
     def say(self, text: str) -> None:
         """Prints one line."""
-        print(f"demo: {time.monotonic() - self._started:4.0f} s  {text}", file=sys.stderr, flush=True)
+        print(f"{self._name}: {time.monotonic() - self._started:4.0f} s  {text}", file=sys.stderr, flush=True)
 
     @contextmanager
     def during(self, text: str) -> Iterator[None]:

@@ -21,10 +21,12 @@ class Turn:
 
 @dataclass(frozen=True)
 class Report:
-    """The whole run. `differing` are the (session, turn) whose answers were others without the cache."""
+    """The whole run. `differing` are the (session, turn) whose answers were others without the cache; `restart` says in
+    words what happened between the first engine and the restarted one."""
 
     turns: list[Turn]
     differing: list[tuple[int, int]]
+    restart: str = "the engine is killed and started again"
 
     @property
     def identical(self) -> bool:
@@ -89,7 +91,7 @@ class Report:
         for row, after in zip(rows, [*self.turns[1:], None], strict=True):
             yield line(row, widths)
             if after is not None and row[2] != after.engine:
-                yield " the engine is killed and started again ".center(len(rule), "-")
+                yield f" {self.restart} ".center(len(rule), "-")
         yield rule
         for row in sums:
             yield line(row, widths)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tools.environments import UnknownPartError, select
+from tools.environments import Selection, UnknownPartError, select
 
 ENGINE_TESTS = "engine_plugins/orbitkv/vllm"
 
@@ -20,6 +20,11 @@ def test_tests_of_the_connector_run_in_the_engines_environment() -> None:
 def test_tests_on_kubernetes_are_a_kind_of_their_own() -> None:
     assert selected("e2e") == [("cluster", "e2e")]
     assert selected("e2e/cluster") == [("cluster", "e2e/cluster")]
+
+
+def test_tests_on_kubernetes_are_two_parts_that_have_every_test_between_them() -> None:
+    assert select("nodes") == [Selection("cluster", "e2e", "nodes")]
+    assert select("apiservers") == [Selection("cluster", "e2e", "not nodes")]
 
 
 def test_other_parts_and_paths_run_in_the_development_environment() -> None:

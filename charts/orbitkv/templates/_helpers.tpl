@@ -16,6 +16,12 @@ app.kubernetes.io/name: orbitkv
 app.kubernetes.io/component: operator
 {{- end }}
 
+{{/* What selects the webhook's pods. */}}
+{{- define "orbitkv.webhook.selector" -}}
+app.kubernetes.io/name: orbitkv
+app.kubernetes.io/component: webhook
+{{- end }}
+
 {{/* The full name of an image. Call with (list . .Values.images.NAME). */}}
 {{- define "orbitkv.image" -}}
 {{- $root := index . 0 -}}
@@ -28,8 +34,35 @@ app.kubernetes.io/component: operator
 {{- end -}}
 {{- end }}
 
+{{/* The names of Secrets, separated by commas. Call with a list of `name: ...`. */}}
+{{- define "orbitkv.secrets" -}}
+{{- $names := list -}}
+{{- range . }}{{ $names = append $names .name }}{{ end -}}
+{{ join "," $names }}
+{{- end }}
+
 {{/* Names by which agents reach the report server; the first is the one that they check. */}}
 {{- define "orbitkv.reports.names" -}}
 - orbitkv-reports.{{ .Release.Namespace }}.svc
 - orbitkv-reports.{{ .Release.Namespace }}.svc.cluster.local
+{{- end }}
+
+{{/* What the webhooks of the configuration have in common. */}}
+{{- define "orbitkv.webhook.common" -}}
+admissionReviewVersions: [v1]
+clientConfig:
+  service:
+    name: orbitkv-webhook
+    namespace: {{ .Release.Namespace }}
+    path: /mutate
+    port: 443
+failurePolicy: Ignore
+matchPolicy: Equivalent
+sideEffects: None
+timeoutSeconds: 2
+{{- end }}
+
+{{/* Every namespace but those that the cluster and OrbitKV themselves run in. */}}
+{{- define "orbitkv.webhook.elsewhere" -}}
+- {key: kubernetes.io/metadata.name, operator: NotIn, values: [kube-system, {{ .Release.Namespace }}]}
 {{- end }}

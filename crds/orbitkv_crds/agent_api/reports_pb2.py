@@ -24,29 +24,37 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$orbitkv_crds/agent_api/reports.proto\x12\x18orbitkv.reports.v1alpha1\"\x96\x03\n\x06Report\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\x0c\n\x04node\x18\x02 \x01(\t\x12\x10\n\x08pod_name\x18\x03 \x01(\t\x12\x0f\n\x07pod_uid\x18\x04 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x05 \x01(\t\x12\x10\n\x08sequence\x18\x06 \x01(\x04\x12\x0f\n\x07release\x18\x07 \x01(\t\x12\x33\n\x05state\x18\x08 \x01(\x0e\x32$.orbitkv.reports.v1alpha1.AgentState\x12,\n\x04\x64ram\x18\t \x01(\x0b\x32\x1e.orbitkv.reports.v1alpha1.Tier\x12\x42\n\x10\x63\x61\x63he_namespaces\x18\n \x03(\x0b\x32(.orbitkv.reports.v1alpha1.CacheNamespace\x12\x33\n\x08problems\x18\x0b \x03(\x0b\x32!.orbitkv.reports.v1alpha1.Problem\x12\x1f\n\x17\x63\x61\x63he_namespaces_synced\x18\x0c \x01(\x08\x12\x1c\n\x14live_settings_digest\x18\r \x01(\t\"2\n\x04Tier\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x01 \x01(\x04\x12\x12\n\nused_bytes\x18\x02 \x01(\x04\"\x88\x03\n\x0e\x43\x61\x63heNamespace\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0b\n\x03uid\x18\x03 \x01(\t\x12\x1b\n\x13observed_generation\x18\x04 \x01(\x03\x12\x18\n\x10reset_generation\x18\x05 \x01(\x03\x12,\n\x04\x64ram\x18\x06 \x01(\x0b\x32\x1e.orbitkv.reports.v1alpha1.Tier\x12\x10\n\x08sessions\x18\x07 \x01(\r\x12\x0f\n\x07\x65ngines\x18\x08 \x01(\r\x12\x15\n\rattached_pods\x18\t \x01(\r\x12+\n\x04pods\x18\n \x03(\x0b\x32\x1d.orbitkv.reports.v1alpha1.Pod\x12\x35\n\tlast_hour\x18\x0b \x01(\x0b\x32\".orbitkv.reports.v1alpha1.LastHour\x12\x33\n\x08problems\x18\x0c \x03(\x0b\x32!.orbitkv.reports.v1alpha1.Problem\x12\x10\n\x08\x64\x65\x63ision\x18\r \x01(\t\"E\n\x03Pod\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0b\n\x03uid\x18\x03 \x01(\t\x12\x10\n\x08sessions\x18\x04 \x01(\r\"8\n\x08LastHour\x12\x18\n\x10requested_tokens\x18\x01 \x01(\x04\x12\x12\n\nhit_tokens\x18\x02 \x01(\x04\"*\n\x07Problem\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"\x1f\n\x03\x41\x63k\x12\x18\n\x10interval_seconds\x18\x01 \x01(\r*v\n\nAgentState\x12\x1b\n\x17\x41GENT_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14\x41GENT_STATE_STARTING\x10\x01\x12\x17\n\x13\x41GENT_STATE_SERVING\x10\x02\x12\x18\n\x14\x41GENT_STATE_DRAINING\x10\x03\x32R\n\x07Reports\x12G\n\x04Push\x12 .orbitkv.reports.v1alpha1.Report\x1a\x1d.orbitkv.reports.v1alpha1.Ackb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$orbitkv_crds/agent_api/reports.proto\x12\x18orbitkv.reports.v1alpha1\"\xd7\x04\n\x06Report\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\x0c\n\x04node\x18\x02 \x01(\t\x12\x10\n\x08pod_name\x18\x03 \x01(\t\x12\x0f\n\x07pod_uid\x18\x04 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x05 \x01(\t\x12\x10\n\x08sequence\x18\x06 \x01(\x04\x12\x0f\n\x07release\x18\x07 \x01(\t\x12\x33\n\x05state\x18\x08 \x01(\x0e\x32$.orbitkv.reports.v1alpha1.AgentState\x12,\n\x04\x64ram\x18\t \x01(\x0b\x32\x1e.orbitkv.reports.v1alpha1.Tier\x12\x42\n\x10\x63\x61\x63he_namespaces\x18\n \x03(\x0b\x32(.orbitkv.reports.v1alpha1.CacheNamespace\x12\x33\n\x08problems\x18\x0b \x03(\x0b\x32!.orbitkv.reports.v1alpha1.Problem\x12\x1f\n\x17\x63\x61\x63he_namespaces_synced\x18\x0c \x01(\x08\x12\x1c\n\x14live_settings_digest\x18\r \x01(\t\x12\x30\n\x04pods\x18\x0e \x03(\x0b\x32\".orbitkv.reports.v1alpha1.PodVisit\x12@\n\x08refusals\x18\x0f \x03(\x0b\x32..orbitkv.reports.v1alpha1.Report.RefusalsEntry\x12\x11\n\x04gpus\x18\x10 \x01(\rH\x00\x88\x01\x01\x1a/\n\rRefusalsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x42\x07\n\x05_gpus\"2\n\x04Tier\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x01 \x01(\x04\x12\x12\n\nused_bytes\x18\x02 \x01(\x04\"\x88\x03\n\x0e\x43\x61\x63heNamespace\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0b\n\x03uid\x18\x03 \x01(\t\x12\x1b\n\x13observed_generation\x18\x04 \x01(\x03\x12\x18\n\x10reset_generation\x18\x05 \x01(\x03\x12,\n\x04\x64ram\x18\x06 \x01(\x0b\x32\x1e.orbitkv.reports.v1alpha1.Tier\x12\x10\n\x08sessions\x18\x07 \x01(\r\x12\x0f\n\x07\x65ngines\x18\x08 \x01(\r\x12\x15\n\rattached_pods\x18\t \x01(\r\x12+\n\x04pods\x18\n \x03(\x0b\x32\x1d.orbitkv.reports.v1alpha1.Pod\x12\x35\n\tlast_hour\x18\x0b \x01(\x0b\x32\".orbitkv.reports.v1alpha1.LastHour\x12\x33\n\x08problems\x18\x0c \x03(\x0b\x32!.orbitkv.reports.v1alpha1.Problem\x12\x10\n\x08\x64\x65\x63ision\x18\r \x01(\t\"E\n\x03Pod\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0b\n\x03uid\x18\x03 \x01(\t\x12\x10\n\x08sessions\x18\x04 \x01(\r\"\x9d\x02\n\x08PodVisit\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0b\n\x03uid\x18\x03 \x01(\t\x12\x17\n\x0f\x63\x61\x63he_namespace\x18\x04 \x01(\t\x12\x33\n\x05state\x18\x05 \x01(\x0e\x32$.orbitkv.reports.v1alpha1.VisitState\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12\x0f\n\x07message\x18\x07 \x01(\t\x12\x0e\n\x06\x65ngine\x18\x08 \x01(\t\x12\x10\n\x08sessions\x18\t \x01(\r\x12\x0f\n\x07\x65ngines\x18\n \x01(\r\x12\x18\n\x10requested_tokens\x18\x0b \x01(\x04\x12\x12\n\nhit_tokens\x18\x0c \x01(\x04\x12\x13\n\x0b\x61ge_seconds\x18\r \x01(\r\"8\n\x08LastHour\x12\x18\n\x10requested_tokens\x18\x01 \x01(\x04\x12\x12\n\nhit_tokens\x18\x02 \x01(\x04\"*\n\x07Problem\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"\x1f\n\x03\x41\x63k\x12\x18\n\x10interval_seconds\x18\x01 \x01(\r*v\n\nAgentState\x12\x1b\n\x17\x41GENT_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14\x41GENT_STATE_STARTING\x10\x01\x12\x17\n\x13\x41GENT_STATE_SERVING\x10\x02\x12\x18\n\x14\x41GENT_STATE_DRAINING\x10\x03*\xa2\x01\n\nVisitState\x12\x1b\n\x17VISIT_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15VISIT_STATE_CONNECTED\x10\x01\x12\x18\n\x14VISIT_STATE_ATTACHED\x10\x02\x12\x17\n\x13VISIT_STATE_REFUSED\x10\x03\x12\x13\n\x0fVISIT_STATE_OFF\x10\x04\x12\x14\n\x10VISIT_STATE_LEFT\x10\x05\x32R\n\x07Reports\x12G\n\x04Push\x12 .orbitkv.reports.v1alpha1.Report\x1a\x1d.orbitkv.reports.v1alpha1.Ackb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'orbitkv_crds.agent_api.reports_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_AGENTSTATE']._serialized_start=1128
-  _globals['_AGENTSTATE']._serialized_end=1246
+  _globals['_REPORT_REFUSALSENTRY']._loaded_options = None
+  _globals['_REPORT_REFUSALSENTRY']._serialized_options = b'8\001'
+  _globals['_AGENTSTATE']._serialized_start=1609
+  _globals['_AGENTSTATE']._serialized_end=1727
+  _globals['_VISITSTATE']._serialized_start=1730
+  _globals['_VISITSTATE']._serialized_end=1892
   _globals['_REPORT']._serialized_start=67
-  _globals['_REPORT']._serialized_end=473
-  _globals['_TIER']._serialized_start=475
-  _globals['_TIER']._serialized_end=525
-  _globals['_CACHENAMESPACE']._serialized_start=528
-  _globals['_CACHENAMESPACE']._serialized_end=920
-  _globals['_POD']._serialized_start=922
-  _globals['_POD']._serialized_end=991
-  _globals['_LASTHOUR']._serialized_start=993
-  _globals['_LASTHOUR']._serialized_end=1049
-  _globals['_PROBLEM']._serialized_start=1051
-  _globals['_PROBLEM']._serialized_end=1093
-  _globals['_ACK']._serialized_start=1095
-  _globals['_ACK']._serialized_end=1126
-  _globals['_REPORTS']._serialized_start=1248
-  _globals['_REPORTS']._serialized_end=1330
+  _globals['_REPORT']._serialized_end=666
+  _globals['_REPORT_REFUSALSENTRY']._serialized_start=610
+  _globals['_REPORT_REFUSALSENTRY']._serialized_end=657
+  _globals['_TIER']._serialized_start=668
+  _globals['_TIER']._serialized_end=718
+  _globals['_CACHENAMESPACE']._serialized_start=721
+  _globals['_CACHENAMESPACE']._serialized_end=1113
+  _globals['_POD']._serialized_start=1115
+  _globals['_POD']._serialized_end=1184
+  _globals['_PODVISIT']._serialized_start=1187
+  _globals['_PODVISIT']._serialized_end=1472
+  _globals['_LASTHOUR']._serialized_start=1474
+  _globals['_LASTHOUR']._serialized_end=1530
+  _globals['_PROBLEM']._serialized_start=1532
+  _globals['_PROBLEM']._serialized_end=1574
+  _globals['_ACK']._serialized_start=1576
+  _globals['_ACK']._serialized_end=1607
+  _globals['_REPORTS']._serialized_start=1894
+  _globals['_REPORTS']._serialized_end=1976
 # @@protoc_insertion_point(module_scope)

@@ -20,12 +20,24 @@ from orbitkv_crds.live import LiveSettings
 from orbitkv_crds.managerpool import ManagerPool
 from orbitkv_crds.quantity import parse_quantity, size_text
 from orbitkv_operator.cluster.api import Manifest
-from orbitkv_operator.names import AGENT_LABELS, ANNOTATION_AGENT_CONFIG, ANNOTATION_APPLIED, pool_labels
+from orbitkv_operator.gpu import HOST, Route, keep_off
+from orbitkv_operator.names import (
+    AGENT_LABELS,
+    ANNOTATION_AGENT_CONFIG,
+    ANNOTATION_APPLIED,
+    PAYLOAD_CONTAINER,
+    pool_labels,
+)
 from orbitkv_operator.settings import Settings
 
 MI: Final = 1 << 20
 DRAIN_SECONDS: Final = 30
 """How long an agent that is asked to go finishes what it began; its pod's grace period covers it."""
+_CONFINED: Final = {
+    "allowPrivilegeEscalation": False,
+    "capabilities": {"drop": ["ALL"]},
+    "readOnlyRootFilesystem": True,
+}
 _ONE_AGENT_A_NODE: Final = {
     "labelSelector": {"matchLabels": AGENT_LABELS},
     "topologyKey": "kubernetes.io/hostname",
@@ -39,6 +51,8 @@ class Context:
     settings: Settings
     ca_bundle: str
     """Certificates (PEM) that a report server may show; empty while there are none."""
+    route: Route = HOST
+    """The way to the GPUs."""
 
     @property
     def namespace(self) -> str:
@@ -72,6 +86,7 @@ def daemon_set(pool: ManagerPool, context: Context, placement: dict[str, Any] | 
     template = _template(pool, context)
     template["metadata"]["annotations"][names.ANNOTATION_TEMPLATE_HASH] = template_hash(pool, context)
     template["spec"] |= placement_for(pool) if placement is None else placement
+    _pull_ahead(template["spec"], context.settings)
     manifest = _child("apps/v1", "DaemonSet", pool, context)
     manifest["spec"] = {
         "selector": {"matchLabels": {names.LABEL_POOL: pool.metadata.name, **AGENT_LABELS}},
@@ -89,6 +104,8 @@ def template_hash(pool: ManagerPool, context: Context) -> str:
 def placement_for(pool: ManagerPool) -> dict[str, Any]:
     """Return where the spec wants agents, with the rule that there is one a node."""
     affinity = pool.spec.affinity.to_body() if pool.spec.affinity else {}
+    if not pool.spec.host_mode:
+        affinity = keep_off(affinity)
     apart = dict(affinity.get("podAntiAffinity") or {})
     required = "requiredDuringSchedulingIgnoredDuringExecution"
     apart[required] = [_ONE_AGENT_A_NODE, *apart.get(required, ())]
@@ -108,7 +125,8 @@ def agent_config(pool: ManagerPool) -> str:
             "socket_path": names.SOCKET_PATH,
             "metrics_address": f"0.0.0.0:{pool.spec.metrics.port}",
             "log_format": "json",
-            "mode": "host",  # the only one that a pool can ask for; an agent must not take a GPU that it happens to see
+            # never "auto": an agent must not take a GPU that it happens to see, nor do without one that it should see
+            "mode": "host" if pool.spec.host_mode else "cuda",
             "drain_timeout_ms": DRAIN_SECONDS * 1000,
             "cluster": {"pool": pool.metadata.name},
         },
@@ -176,6 +194,10 @@ def _template(pool: ManagerPool, context: Context) -> Manifest:
         "containers": [_container(pool, context)],
         "volumes": _volumes(pool),
     }
+    if context.route.runtime_class:
+        pod["runtimeClassName"] = context.route.runtime_class
+    if context.route.privileged:
+        pod["volumes"].append({"name": "dev", "hostPath": {"path": "/dev", "type": "Directory"}})
     if secrets:
         pod["imagePullSecrets"] = [{"name": name} for name in dict.fromkeys(secrets)]
     labels = {**(spec.pod_labels or {}), **pool_labels(pool.metadata.name)}
@@ -191,7 +213,12 @@ def _container(pool: ManagerPool, context: Context) -> Manifest:
         "POD_UID": "metadata.uid",
     }
     own = [{"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}} for name, path in fields.items()]
-    given = [variable.to_body() for variable in spec.env or () if variable.name not in fields]
+    route = context.route
+    if route.visible:
+        visible = {"NVIDIA_VISIBLE_DEVICES": route.visible, "NVIDIA_DRIVER_CAPABILITIES": "compute,utility"}
+        own += [{"name": name, "value": value} for name, value in visible.items()]
+    taken = {each["name"] for each in own}
+    given = [variable.to_body() for variable in spec.env or () if variable.name not in taken]
     prefault = spec.memory.pool_bytes // (256 * MI)  # seconds, if memory comes slowly
     return {
         "name": names.AGENT_CONTAINER,
@@ -205,19 +232,37 @@ def _container(pool: ManagerPool, context: Context) -> Manifest:
         "startupProbe": _probe("/health", 2, 60 + prefault // 2),
         "livenessProbe": _probe("/health", 10, 6),
         "readinessProbe": _probe("/ready", 5, 2),
-        "securityContext": {
-            "allowPrivilegeEscalation": False,
-            "capabilities": {"drop": ["ALL"]},
-            "readOnlyRootFilesystem": True,
-        },
+        "securityContext": {"privileged": True, "readOnlyRootFilesystem": True}
+        if route.privileged
+        else dict(_CONFINED),
         "volumeMounts": [
             {"name": "socket", "mountPath": names.SOCKET_DIRECTORY},
             {"name": "state", "mountPath": names.STATE_DIRECTORY},
             {"name": "config", "mountPath": names.CONFIG_DIRECTORY, "readOnly": True},
             {"name": "token", "mountPath": names.REPORTS_TOKEN_PATH.rpartition("/")[0], "readOnly": True},
             {"name": "tmp", "mountPath": "/tmp"},
+            *([{"name": "dev", "mountPath": "/dev"}] if route.privileged else ()),
         ],
     }
+
+
+def _pull_ahead(pod: Manifest, settings: Settings) -> None:
+    """Add what brings the payload's image to the node; no agent is replaced for it, nor waits for it."""
+    if not settings.payload_image:
+        return
+    waiting = {
+        "name": PAYLOAD_CONTAINER,
+        "image": settings.payload_image,
+        "imagePullPolicy": settings.payload_pull_policy,
+        "command": [names.PAYLOAD_COPY, "--wait"],
+        "resources": {"requests": {"cpu": "1m", "memory": "8Mi"}, "limits": {"memory": "32Mi"}},
+        "securityContext": dict(_CONFINED),
+    }
+    pod["containers"] = [*pod["containers"], waiting]
+    listed = [it["name"] for it in pod.get("imagePullSecrets", ())]
+    secrets = dict.fromkeys((*listed, *settings.payload_pull_secrets))
+    if secrets:
+        pod["imagePullSecrets"] = [{"name": name} for name in secrets]
 
 
 def _probe(path: str, period: int, failures: int) -> Manifest:

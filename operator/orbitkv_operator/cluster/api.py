@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ Manifest = dict[str, Any]
 """A Kubernetes object as JSON has it."""
 
 REQUEST_SECONDS: Final = 15.0
+METADATA_ONLY: Final = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
 PAGE: Final = 500
 """Objects of a list that are asked for at one time."""
 
@@ -42,6 +44,13 @@ class Resource:
     plural: str
     kind: str
     namespaced: bool = True
+    part: str = ""
+    """Which of them, where a kind is looked at in two ways: objects of both are kept apart."""
+
+    @property
+    def label(self) -> str:
+        """What it is called in metrics and logs."""
+        return self.part or self.plural
 
     @property
     def api_version(self) -> str:
@@ -64,6 +73,8 @@ CACHES: Final = Resource("orbitkv.io", "v1alpha1", "cachenamespaces", "CacheName
 NODES: Final = Resource("", "v1", "nodes", "Node", namespaced=False)
 NAMESPACES: Final = Resource("", "v1", "namespaces", "Namespace", namespaced=False)
 PODS: Final = Resource("", "v1", "pods", "Pod")
+ENGINE_PODS: Final = Resource("", "v1", "pods", "Pod", part="engine-pods")
+"""Pods anywhere that asked for a cache, as the webhook has labelled them."""
 SECRETS: Final = Resource("", "v1", "secrets", "Secret")
 CONFIG_MAPS: Final = Resource("", "v1", "configmaps", "ConfigMap")
 SERVICE_ACCOUNTS: Final = Resource("", "v1", "serviceaccounts", "ServiceAccount")
@@ -72,6 +83,11 @@ DEPLOYMENTS: Final = Resource("apps", "v1", "deployments", "Deployment")
 NETWORK_POLICIES: Final = Resource("networking.k8s.io", "v1", "networkpolicies", "NetworkPolicy")
 POD_MONITORS: Final = Resource("monitoring.coreos.com", "v1", "podmonitors", "PodMonitor")
 ENDPOINT_SLICES: Final = Resource("discovery.k8s.io", "v1", "endpointslices", "EndpointSlice")
+WEBHOOKS: Final = Resource(
+    "admissionregistration.k8s.io", "v1", "mutatingwebhookconfigurations", "MutatingWebhookConfiguration", False
+)
+RUNTIME_CLASSES: Final = Resource("node.k8s.io", "v1", "runtimeclasses", "RuntimeClass", namespaced=False)
+CRDS: Final = Resource("apiextensions.k8s.io", "v1", "customresourcedefinitions", "CustomResourceDefinition", False)
 LEASES: Final = Resource("coordination.k8s.io", "v1", "leases", "Lease")
 EVENTS: Final = Resource("events.k8s.io", "v1", "events", "Event")
 TOKEN_REVIEWS: Final = Resource("authentication.k8s.io", "v1", "tokenreviews", "TokenReview", namespaced=False)
@@ -114,11 +130,16 @@ class Api(Protocol):
     def list_metadata(self, resource: Resource, namespace: str | None = None, *, labels: str = "") -> list[Manifest]:
         """The same with nothing but their metadata."""
 
+    def each_metadata(self, resource: Resource) -> Iterator[Manifest]:
+        """Give the metadata of all objects of the cluster, a page at a time: they may be more than fit into memory."""
+
     def apply(self, resource: Resource, manifest: Manifest, *, subresource: str | None = None) -> Manifest:
         """Apply on the server under the operator's field manager, taking over what others own; return the result."""
 
-    def create(self, resource: Resource, namespace: str | None, manifest: Manifest) -> Manifest:
-        """Create an object; return it."""
+    def create(
+        self, resource: Resource, namespace: str | None, manifest: Manifest, *, dry_run: bool = False
+    ) -> Manifest:
+        """Create an object; return it. A dry run goes through admission and leaves nothing."""
 
     def replace(self, resource: Resource, namespace: str | None, manifest: Manifest) -> Manifest:
         """Replace an object at the resourceVersion that `manifest` has; return it."""
@@ -128,6 +149,9 @@ class Api(Protocol):
 
     def serves(self, resource: Resource) -> bool:
         """Return whether the API has this kind at present."""
+
+    def server_version(self) -> tuple[int, int]:
+        """Return the apiserver's version: major and minor."""
 
 
 def load_client(kubeconfig: str | None = None) -> Any:
@@ -177,8 +201,11 @@ class KubernetesApi:
 
     def list_metadata(self, resource: Resource, namespace: str | None = None, *, labels: str = "") -> list[Manifest]:
         """The same with nothing but their metadata."""
-        accept = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
-        return list(self._pages(resource, namespace, labels, accept))
+        return list(self._pages(resource, namespace, labels, METADATA_ONLY))
+
+    def each_metadata(self, resource: Resource) -> Iterator[Manifest]:
+        """Give the metadata of all objects of the cluster, a page at a time."""
+        return self._pages(resource, None, "", METADATA_ONLY)
 
     def apply(self, resource: Resource, manifest: Manifest, *, subresource: str | None = None) -> Manifest:
         """Apply on the server under the operator's field manager, taking over what others own; return the result."""
@@ -187,9 +214,11 @@ class KubernetesApi:
         query = {"fieldManager": FIELD_MANAGER, "force": "true"}
         return self._ask(resource, "apply", "PATCH", path, query, manifest, "application/apply-patch+yaml")
 
-    def create(self, resource: Resource, namespace: str | None, manifest: Manifest) -> Manifest:
-        """Create an object; return it."""
-        query = {"fieldManager": FIELD_MANAGER}
+    def create(
+        self, resource: Resource, namespace: str | None, manifest: Manifest, *, dry_run: bool = False
+    ) -> Manifest:
+        """Create an object; return it. A dry run goes through admission and leaves nothing."""
+        query = {"fieldManager": FIELD_MANAGER} | ({"dryRun": "All"} if dry_run else {})
         return self._ask(resource, "create", "POST", resource.path(namespace), query, manifest)
 
     def replace(self, resource: Resource, namespace: str | None, manifest: Manifest) -> Manifest:
@@ -215,6 +244,12 @@ class KubernetesApi:
                 return False
             raise
         return any(item["name"] == resource.plural for item in found.get("resources", ()))
+
+    def server_version(self) -> tuple[int, int]:
+        """Return the apiserver's version: major and minor."""
+        found = self._request("GET", "/version", {}, None, "application/json", "application/json")
+        major, minor = (re.match(r"\d*", str(found.get(part)))[0] or "0" for part in ("major", "minor"))  # type: ignore[index]
+        return int(major), int(minor)
 
     def _pages(self, resource: Resource, namespace: str | None, labels: str, accept: str) -> Iterator[Manifest]:
         query = {"limit": str(PAGE)} | ({"labelSelector": labels} if labels else {})

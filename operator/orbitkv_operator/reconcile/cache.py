@@ -14,10 +14,11 @@ from orbitkv_crds.guarantees import Claim, Decision, PoolLimits, decide
 from orbitkv_crds.managerpool import ManagerPool
 from orbitkv_crds.meta import condition
 from orbitkv_operator.cluster.api import CACHES, Manifest
+from orbitkv_operator.engines.pods import EnginePods
 from orbitkv_operator.events import Events
 from orbitkv_operator.reconcile.cache_status import cache_status
 from orbitkv_operator.reconcile.status_writer import StatusWriter
-from orbitkv_operator.reports.store import ReportStore, about
+from orbitkv_operator.reports.store import ReportStore, about, visits_to
 from orbitkv_operator.view import Cache, View
 from orbitkv_operator.work import FORGET
 
@@ -77,6 +78,7 @@ class CacheReconciler:
     reports: ReportStore
     status: StatusWriter
     events: Events
+    pods: EnginePods
 
     def reconcile(self, namespace: str, name: str) -> float | None:
         """Bring the status up to date; return in how many seconds to look again, as `work.Handler`.
@@ -96,7 +98,10 @@ class CacheReconciler:
         # where none has ever reported, nothing is known; where some did and have fallen silent, nothing is in use
         known = reports or (self.reports.settled and cache.model.status.tiers is not None)
         parts = about(reports, uid) if known else None
-        status = cache_status(cache.model, pool, decision, parts).to_body()
+        without = self.pods.without(f"{namespace}/{name}")
+        status = cache_status(
+            cache.model, pool, decision, parts, without, visits_to(reports, f"{namespace}/{name}")
+        ).to_body()
         if decision is not None and not decision.accepted:
             self.events.post(cache.manifest, "Warning", decision.reason, decision.message)
         return self.status.write(CACHES, cache.manifest, status)

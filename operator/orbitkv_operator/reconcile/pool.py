@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any, Final
 
@@ -17,7 +17,7 @@ from orbitkv_crds.managerpool import ManagerPool
 from orbitkv_crds.meta import condition
 from orbitkv_crds.model import describe_errors
 from orbitkv_crds.quantity import parse_quantity, rounded_size_text
-from orbitkv_operator import rollout
+from orbitkv_operator import gpu, rollout
 from orbitkv_operator.builders import agents
 from orbitkv_operator.builders.agents import Context
 from orbitkv_operator.builders.children import CHILD_KINDS, Child, children
@@ -27,17 +27,20 @@ from orbitkv_operator.cluster.api import (
     POD_MONITORS,
     PODS,
     POOLS,
+    RUNTIME_CLASSES,
     Api,
     Manifest,
     Resource,
 )
 from orbitkv_operator.cluster.compare import covers
 from orbitkv_operator.events import Events
+from orbitkv_operator.gpu import Obstacle, Route
 from orbitkv_operator.health import node_of, observe, with_reported
 from orbitkv_operator.overlap import Candidate, Overlap, overlaps
-from orbitkv_operator.placement import placement_of
+from orbitkv_operator.placement import matching, placement_of
 from orbitkv_operator.placement import wanted as wanted_nodes
 from orbitkv_operator.reconcile.ownership import Owner, owner_of
+from orbitkv_operator.reconcile.payload import PayloadPulls, pulls
 from orbitkv_operator.reconcile.pool_status import Blocked, PoolFacts, pool_status
 from orbitkv_operator.reconcile.status_writer import StatusWriter
 from orbitkv_operator.reports.store import ReportStore, Sums, dram
@@ -61,6 +64,8 @@ class Seen:
     nodes: Mapping[str, Manifest]
     others: list[Candidate]
     """Other pools that can be served."""
+    runtime_class: Manifest | None = None
+    """The RuntimeClass that the pool would use, if it is there."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +80,7 @@ class Plan:
 
 def candidate(pool: ManagerPool) -> Candidate | None:
     """Return a pool as it takes part in overlaps; None: it cannot be served, and takes no node."""
-    if not pool.spec.host_mode:
+    if pool.spec.gpu.access == "dra":
         return None
     metadata = pool.metadata
     return Candidate(metadata.name, metadata.uid, metadata.creation_timestamp, agents.placement_for(pool))
@@ -95,7 +100,11 @@ def plan(
     owners = {resource: owner_of(live, name, uid) for resource, live in seen.live.items()}
     mine = candidate(pool)
     shared = overlaps(mine, seen.others, seen.nodes.values()) if mine else []
-    blocked = _blocked(pool, seen, owners)
+    meant = matching(seen.nodes.values(), agents.placement_for(pool))
+    route = gpu.find_route(pool, seen.runtime_class, [seen.nodes[node] for node in meant])
+    if isinstance(route, Route):
+        context = replace(context, route=route)
+    blocked = _blocked(pool, seen, owners, route)
     waiting = _waiting(seen, owners)
 
     daemon_set = seen.live.get(DAEMON_SETS) if owners.get(DAEMON_SETS) in (Owner.OURS, Owner.ORPHAN) else None
@@ -118,11 +127,18 @@ def plan(
         max_unavailable=max_unavailable,
         paused=pool.spec.update_strategy.paused or blocked is not None or bool(waiting) or daemon_set is None,
     )
+    unhealthy = with_reported(observed.unhealthy, reports.of_pool(name), wanted)
+    blind = [it.name for it in unhealthy if it.reason == gpu.NO_GPU]
     facts = PoolFacts(
         wanted=wanted,
         rollout=steps,
         max_unavailable=max_unavailable,
-        unhealthy=with_reported(observed.unhealthy, reports.of_pool(name), wanted),
+        unhealthy=unhealthy,
+        route=route.name if isinstance(route, Route) else None,
+        gpus=gpu.judge(route, wanted, steps.serving, blind, seen.nodes, reports.of_pool(name))
+        if isinstance(route, Route)
+        else None,
+        settled=reports.settled,
         overlaps=shared,
         blocked=blocked,
         waiting=waiting,
@@ -139,14 +155,11 @@ def _placement(pool: ManagerPool, shared: list[Overlap], present: dict[str, Any]
     return present
 
 
-def _blocked(pool: ManagerPool, seen: Seen, owners: Mapping[Resource, Owner]) -> Blocked | None:
-    if not pool.spec.host_mode:
-        return Blocked(
-            "GPUAccess",
-            "AccessNotSupported",
-            f"gpu.access is {pool.spec.gpu.access}, which this release does not serve yet: no agent is started for it. "
-            "Set gpu.access to none for engines on CPUs.",
-        )
+def _blocked(
+    pool: ManagerPool, seen: Seen, owners: Mapping[Resource, Owner], route: Route | Obstacle
+) -> Blocked | None:
+    if isinstance(route, Obstacle):
+        return Blocked("GPUAccess", route.reason, route.message)
     for resource, owner in owners.items():
         if owner is Owner.OTHER:
             name = names.pool_object_name(pool.metadata.name)
@@ -236,6 +249,8 @@ class PoolReconciler:
     events: Events
     ca_bundle: Callable[[], str]
     """The certificates for agents; empty while they are not known."""
+    payloads: PayloadPulls = field(default_factory=PayloadPulls)
+    """Told how the nodes of each pool fare with the payload."""
     _kinds: dict[Resource, tuple[float, bool]] = field(default_factory=dict)
 
     def reconcile(self, name: str) -> float | None:
@@ -250,6 +265,7 @@ class PoolReconciler:
             if before is not None:
                 self.status.forget(before["metadata"]["uid"])
                 self.view.drop(POOLS, ("", name))
+            self.payloads.forget(name)
             return FORGET
         self.view.put(POOLS, raw)
         if raw["metadata"].get("deletionTimestamp"):
@@ -260,6 +276,7 @@ class PoolReconciler:
             return self.status.write(POOLS, raw, _unreadable(raw, describe_errors(error)))
 
         seen = self._look(pool)
+        self.payloads.note(name, pulls(seen.pods, self.settings.payload_image))
         context = Context(self.settings, self.ca_bundle() or _present_bundle(seen.live))
         found = plan(
             pool,
@@ -280,7 +297,7 @@ class PoolReconciler:
         status = pool_status(pool, found.facts)
         wait = self.status.write(POOLS, raw, status.to_body())
         self._tell(raw, found.facts)
-        again = 2.0 if found.facts.waiting else None
+        again = 2.0 if found.facts.waiting else None if pool.spec.host_mode else gpu.LOOK_AGAIN_SECONDS
         return min((it for it in (wait, again) if it is not None), default=None)
 
     def _look(self, pool: ManagerPool) -> Seen:
@@ -299,7 +316,10 @@ class PoolReconciler:
             found = None if other.metadata.deletion_timestamp else candidate(other)
             if found is not None and found.uid != pool.metadata.uid:
                 others.append(found)
-        return Seen(live, pods, self.view.nodes(), others)
+        runtime_class = None
+        if gpu.asks_for_runtime_class(pool):
+            runtime_class = self.api.get(RUNTIME_CLASSES, None, gpu.runtime_class_name(pool))
+        return Seen(live, pods, self.view.nodes(), others, runtime_class)
 
     def _serves(self, resource: Resource) -> bool:
         if resource is not POD_MONITORS:

@@ -17,6 +17,7 @@ from orbitkv_crds.managerpool import (
 )
 from orbitkv_crds.meta import Condition, condition
 from orbitkv_crds.quantity import rounded_size_text
+from orbitkv_operator.gpu import Verdict
 from orbitkv_operator.overlap import Overlap
 from orbitkv_operator.reports.store import Sums
 from orbitkv_operator.rollout import Rollout
@@ -50,13 +51,19 @@ class PoolFacts:
     cache_namespaces: int
     dram: Sums | None
     """None: not known at present."""
+    route: str | None
+    """The way to the GPUs; None: there is none."""
+    gpus: Verdict | None
+    """What agents see of GPUs; None: there is no way to them."""
+    settled: bool
+    """Whether agents have had the time to report since this operator acts."""
 
 
 def pool_status(pool: ManagerPool, facts: PoolFacts, now: datetime | None = None) -> ManagerPoolStatus:
     """Return the status; figures that are not known stay as they were."""
     before = pool.status.conditions or []
     held = next((it for it in facts.overlaps if it.other_is_older), None)
-    access = _gpu_access(facts)
+    access = _gpu_access(pool, facts)
     valid = _config_valid(pool, facts)
     available = _available(facts)
     progressing = _progressing(pool, facts)
@@ -78,7 +85,7 @@ def pool_status(pool: ManagerPool, facts: PoolFacts, now: datetime | None = None
         )
     return ManagerPoolStatus(
         observed_generation=pool.metadata.generation,
-        gpu_route="none" if pool.spec.host_mode else None,
+        gpu_route=facts.route,
         cache_namespaces=facts.cache_namespaces,
         nodes=NodeCounts(
             desired=len(facts.wanted),
@@ -94,12 +101,20 @@ def pool_status(pool: ManagerPool, facts: PoolFacts, now: datetime | None = None
 
 _Part = tuple[bool | None, str, str]
 """Status, reason and message of a condition."""
+_TRUTH: Final[dict[str, bool | None]] = {"True": True, "False": False, "Unknown": None}
 
 
-def _gpu_access(facts: PoolFacts) -> _Part:
-    if facts.blocked is not None and facts.blocked.condition == "GPUAccess":
-        return False, facts.blocked.reason, facts.blocked.message
-    return True, "NotNeeded", "Host mode (gpu.access: none): agents serve engines on CPUs and need no GPU."
+def _gpu_access(pool: ManagerPool, facts: PoolFacts) -> _Part:
+    if facts.gpus is None:
+        blocked = facts.blocked
+        assert blocked is not None
+        return False, blocked.reason, blocked.message
+    if facts.gpus[0] is None and not facts.settled:
+        # an operator that has just begun to act does not know, and takes the word of the one before it
+        before = next((it for it in pool.status.conditions or () if it.type == "GPUAccess"), None)
+        if before is not None and before.observed_generation == pool.metadata.generation:
+            return _TRUTH[before.status], before.reason, before.message
+    return facts.gpus
 
 
 def _config_valid(pool: ManagerPool, facts: PoolFacts) -> _Part:
@@ -174,7 +189,8 @@ def _progressing(pool: ManagerPool, facts: PoolFacts) -> _Part:
 
 
 def _ready(facts: PoolFacts, access: _Part, valid: _Part | None, available: _Part, progressing: _Part) -> _Part:
-    for part in (access, valid, available):
+    no_access, waits = (access, None) if access[0] is False else (None, access)
+    for part in (no_access, valid, available, waits):
         if part is not None and part[0] is not True:
             return False, part[1], part[2]
     if progressing[0] is not False or progressing[1] == "Stalled":

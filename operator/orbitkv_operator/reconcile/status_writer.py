@@ -19,6 +19,7 @@ from orbitkv_operator.cluster.api import Api, ApiError, Manifest, Resource
 FACTS_SECONDS: Final = 10.0
 FIGURES_SECONDS: Final = 300.0
 WRITES_A_SECOND: Final = 3.0
+GONE: Final = 404
 FIGURES: Final = ("tiers", "attached", "lastHour")
 """Fields of a status that drift."""
 
@@ -132,9 +133,11 @@ class StatusWriter:
             body["metadata"]["namespace"] = metadata["namespace"]
         try:
             self.api.apply(resource, body, subresource="status")
-        except ApiError:
+        except ApiError as error:
             with self._lock:
                 self._last[uid] = last  # it was not written: the next try need not wait for it
+            if error.status == GONE:
+                return None  # its end was not heard of yet, and says all that there is to say
             raise
         return None
 

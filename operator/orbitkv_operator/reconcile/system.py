@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -88,22 +88,7 @@ class SystemReconciler:
         namespace = self.settings.namespace
         server = names.reports_server_name(namespace)
         dns = (server, f"{server}.cluster.local", names.REPORTS_SERVICE)
-        data = renewed((secret or {}).get("data"), dns)
-        if data is None:
-            return secret
-        logger.info("making a certificate for the report server")
-        metadata = {
-            "name": names.CERTIFICATES_SECRET,
-            "namespace": namespace,
-            "labels": {"app.kubernetes.io/managed-by": names.MANAGED_BY, "app.kubernetes.io/part-of": "orbitkv"},
-            "ownerReferences": self.owner.references(),
-        }
-        body = {"apiVersion": "v1", "kind": "Secret", "type": "kubernetes.io/tls", "metadata": metadata, "data": data}
-        if secret is None:
-            return self.api.create(SECRETS, namespace, body)
-        metadata["resourceVersion"] = secret["metadata"]["resourceVersion"]  # another replica may have been quicker
-        body["type"] = secret.get("type", "Opaque")
-        return self.api.replace(SECRETS, namespace, body)
+        return renew_secret(self.api, namespace, names.CERTIFICATES_SECRET, secret, dns, self.owner)
 
     def _endpoints(self) -> None:
         port = self.port()
@@ -136,6 +121,35 @@ class SystemReconciler:
         if not covers(live, wanted):
             self.api.apply(ENDPOINT_SLICES, wanted)
             logger.info("agents report here", extra={"address": address, "port": port})
+
+
+def renew_secret(
+    api: Api, namespace: str, name: str, secret: Manifest | None, dns: Sequence[str], owner: Owner
+) -> Manifest | None:
+    """Make or renew a certificate for `dns` where it is time to; return the Secret `name` as it is then.
+
+    Args:
+        secret: the Secret as it is; None: there is none.
+
+    Raises:
+        ApiError: a request failed.
+    """
+    data = renewed((secret or {}).get("data"), dns)
+    if data is None:
+        return secret
+    logger.info("making a certificate", extra={"secret_name": name})
+    metadata = {
+        "name": name,
+        "namespace": namespace,
+        "labels": {"app.kubernetes.io/managed-by": names.MANAGED_BY, "app.kubernetes.io/part-of": "orbitkv"},
+        "ownerReferences": owner.references(),
+    }
+    body = {"apiVersion": "v1", "kind": "Secret", "type": "kubernetes.io/tls", "metadata": metadata, "data": data}
+    if secret is None:
+        return api.create(SECRETS, namespace, body)
+    metadata["resourceVersion"] = secret["metadata"]["resourceVersion"]  # another replica may have been quicker
+    body["type"] = secret.get("type", "Opaque")
+    return api.replace(SECRETS, namespace, body)
 
 
 def _own_address() -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from orbitkv_crds import names
@@ -37,7 +37,10 @@ class FakeApi:
         self.objects: dict[Key, Manifest] = {}
         self.writes: list[tuple[str, str, str]] = []
         self.absent: set[Resource] = {POD_MONITORS}
+        self.version = 1, 34
         self.before: Callable[[str, Resource], None] = lambda verb, resource: None
+        self.admit: Callable[[Manifest], Manifest] = lambda manifest: manifest
+        """What webhooks make of an object in a dry run."""
         self._numbers = itertools.count(1)
 
     def _put(self, resource: Resource, manifest: Manifest) -> Manifest:
@@ -104,8 +107,16 @@ class FakeApi:
         merged["metadata"] = {**known["metadata"], **metadata}
         return self._put(resource, merged)
 
-    def create(self, resource: Resource, namespace: str | None, manifest: Manifest) -> Manifest:
+    def each_metadata(self, resource: Resource) -> Iterator[Manifest]:
+        return iter(self.list_metadata(resource))
+
+    def create(
+        self, resource: Resource, namespace: str | None, manifest: Manifest, *, dry_run: bool = False
+    ) -> Manifest:
         metadata = manifest.get("metadata") or {}
+        if dry_run:
+            self.before("dry-run", resource)
+            return self.admit(copy.deepcopy(manifest))
         self._write("create", resource, metadata.get("name", ""))
         if (resource, namespace or "", metadata.get("name", "")) in self.objects:
             raise ApiError(409, "exists")
@@ -124,6 +135,9 @@ class FakeApi:
         known = self.objects.get((resource, namespace or "", name))
         if known is not None and known["metadata"]["uid"] == uid:
             del self.objects[resource, namespace or "", name]
+
+    def server_version(self) -> tuple[int, int]:
+        return self.version
 
     def serves(self, resource: Resource) -> bool:
         self.before("discover", resource)

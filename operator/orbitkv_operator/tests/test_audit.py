@@ -7,6 +7,7 @@ import pytest
 from orbitkv_crds import names
 from orbitkv_operator.audit import Auditor, Watch
 from orbitkv_operator.cluster.api import CACHES, CONFIG_MAPS, NAMESPACES, NODES, PODS, POOLS, Manifest
+from orbitkv_operator.engines.pods import EnginePods
 from orbitkv_operator.queue import Key, KeyedQueue
 from orbitkv_operator.router import Router
 from orbitkv_operator.tests.fakes import RELEASE, FakeApi, cache_body, node, pool_body
@@ -18,7 +19,7 @@ class World:
 
     def __init__(self, watch: Watch) -> None:
         self.api, self.view, self.queue, self.now = FakeApi(), View(), KeyedQueue(), 1000.0
-        self.router = Router(self.view, self.queue)
+        self.router = Router(self.view, self.queue, EnginePods())
         self.watch = watch
         watch.clock = lambda: self.now
         self.auditor = Auditor(self.api, self.view, [watch], self.router, 60.0)

@@ -7,9 +7,17 @@ from typing import Any
 import pytest
 
 from orbitkv_crds.agent_api.reports_pb2 import CacheNamespace as CacheReport
-from orbitkv_crds.agent_api.reports_pb2 import LastHour, Pod, Report, Tier
+from orbitkv_crds.agent_api.reports_pb2 import (
+    VISIT_STATE_ATTACHED,
+    VISIT_STATE_CONNECTED,
+    LastHour,
+    Pod,
+    Report,
+    Tier,
+)
 from orbitkv_crds.guarantees import decide
 from orbitkv_operator.cluster.api import CACHES, NAMESPACES, POOLS, Manifest
+from orbitkv_operator.engines.pods import EnginePods, Without
 from orbitkv_operator.events import Events
 from orbitkv_operator.reconcile.cache import CacheReconciler, Decisions
 from orbitkv_operator.reconcile.status_writer import StatusWriter
@@ -23,7 +31,7 @@ MI = 1 << 20
 
 class World:
     def __init__(self) -> None:
-        self.api, self.view, self.now = FakeApi(), View(), 1000.0
+        self.api, self.view, self.pods, self.now = FakeApi(), View(), EnginePods(), 1000.0
         self.reports = ReportStore(clock=lambda: self.now)
         self.reports.start()
         self.reconciler = CacheReconciler(
@@ -32,6 +40,7 @@ class World:
             self.reports,
             StatusWriter(self.api, clock=lambda: self.now),
             Events(self.api, "operator-1"),
+            self.pods,
         )
         self.view.put(NAMESPACES, {"metadata": {"name": "team", "labels": {"cache": "yes"}}})
 
@@ -150,9 +159,54 @@ def test_use_is_summed_over_nodes(world: World) -> None:
     assert found["tiers"] == {"dram": {"used": "300Mi"}}
     assert (found["attached"]["pods"], found["attached"]["sessions"]) == (16, 48)
     assert len(found["attached"]["first"]) == 10
-    assert found["lastHour"] == {"hitRate": "38%", "requestedTokens": 2000, "hitTokens": 750}
+    assert found["lastHour"] == {
+        "hitRate": "38%",
+        "requestedTokens": 2000,
+        "hitTokens": 750,
+        "computedTokens": 1250,
+    }
     in_use = condition_of(found, "InUse")
     assert in_use["status"] == "True" and "2 nodes" in in_use["message"]
+
+
+def test_attached_pods_tell_their_engine_and_tokens(world: World) -> None:
+    world.pool()
+    world.cache()
+    pods = [Pod(namespace="team", name="engine", sessions=2)]
+    world.report(engines=1, attached_pods=1, pods=pods)
+    (report,) = world.reports._reports.values()
+    report[1].pods.add(
+        namespace="team",
+        name="engine",
+        cache_namespace="team/one",
+        state=VISIT_STATE_ATTACHED,
+        sessions=2,
+        engine="vllm 0.32.0",
+        requested_tokens=100,
+        hit_tokens=60,
+    )
+    (first,) = world.status()["attached"]["first"]
+    assert (first["engine"], first["requestedTokens"], first["hitTokens"]) == ("vllm 0.32.0", 100, 60)
+    report[1].pods[0].state = VISIT_STATE_CONNECTED
+    after = world.status()["attached"]
+    assert (after["pods"], after.get("first")) == (0, None)  # connected, and not registered yet
+
+
+def test_pods_that_run_without_are_named_in_the_message_of_in_use(world: World) -> None:
+    world.pool()
+    world.cache()
+    for number in range(7):
+        why = Without(f"team/pod-{number}", "webhook-missed", "Delete the pod.")
+        world.pods.runs_without(("team", f"pod-{number}"), "team/one", why)
+    found = condition_of(world.status(), "InUse")
+    assert (found["status"], found["reason"]) == ("False", "PodsWithoutCache")
+    assert "team/pod-4 (webhook-missed: Delete the pod.)" in found["message"] and "and 2 more" in found["message"]
+    assert "pod-5" not in found["message"]
+    world.report(engines=1)
+    after = world.status()
+    found = condition_of(after, "InUse")
+    assert (found["status"], found["reason"]) == ("True", "EnginesAttached") and "team/pod-0" in found["message"]
+    assert after["attached"]["without"] == 7
 
 
 def test_connections_without_a_registered_engine_are_no_use(world: World) -> None:

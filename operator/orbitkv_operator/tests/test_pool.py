@@ -296,22 +296,13 @@ def test_no_node_says_what_to_look_at(world: World) -> None:
     assert world.condition("Ready") == ("False", "NoNodes") and "nodeSelector" in world.message("Ready")
 
 
-def test_gpu_access_is_refused_by_name(world: World) -> None:
-    world.pool(gpu={"access": "runtimeClass"})
-    world.settle()
-    assert world.condition("GPUAccess") == ("False", "AccessNotSupported")
-    assert "gpu.access is runtimeClass" in world.message("GPUAccess")
-    assert world.condition("Ready") == ("False", "AccessNotSupported")
-    assert not world.api.list_all(DAEMON_SETS)
-
-
 def test_running_agents_outlive_a_refused_change(world: World) -> None:
     world.pool()
     world.settle()
     before = world.pods()
-    world.pool(gpu={"access": "auto"}, image="registry/agent:2")
+    world.pool(gpu={"access": "runtimeClass"}, image="registry/agent:2")
     world.settle()
-    assert world.pods() == before and world.condition("Ready") == ("False", "AccessNotSupported")
+    assert world.pods() == before and world.condition("Ready") == ("False", "RuntimeClassNotFound")
 
 
 def test_memory_limit_below_the_pool_is_refused_before_agents_are_killed_for_it(world: World) -> None:

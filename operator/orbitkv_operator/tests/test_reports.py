@@ -41,7 +41,9 @@ class Tokens(FakeApi):
         self.reviewed: list[str] = []
         self.down = False
 
-    def create(self, resource: Resource, namespace: str | None, manifest: Manifest) -> Manifest:
+    def create(
+        self, resource: Resource, namespace: str | None, manifest: Manifest, *, dry_run: bool = False
+    ) -> Manifest:
         assert resource is TOKEN_REVIEWS
         if self.down:
             raise ApiError(0, "away")

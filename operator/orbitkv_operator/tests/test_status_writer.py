@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from orbitkv_operator.cluster.api import CACHES, POOLS
+from orbitkv_operator.cluster.api import CACHES, POOLS, ApiError
 from orbitkv_operator.reconcile.status_writer import LastWrites, StatusWriter, wait_for
 from orbitkv_operator.tests.fakes import FakeApi, cache_body, pool_body
 
@@ -91,3 +91,14 @@ def test_status_is_not_written_to_another_object_of_the_same_name() -> None:
     api.add(POOLS, pool_body(uid="new"))
     with pytest.raises(Exception, match="another uid"):
         StatusWriter(api).write(POOLS, pool_body(uid="old"), status())
+
+
+def test_status_of_an_object_that_is_gone_is_not_asked_for_again() -> None:
+    api = FakeApi()
+    live = api.add(CACHES, cache_body("cache"))
+
+    def gone(*_: Any, **__: Any) -> None:
+        raise ApiError(404, "cachenamespaces.orbitkv.io cache not found")
+
+    api.apply = gone  # type: ignore[assignment,method-assign]
+    assert StatusWriter(api).write(CACHES, live, status()) is None

@@ -46,7 +46,9 @@ class Rights(FakeApi):
         self.asked = 0
         self.down = False
 
-    def create(self, resource: Resource, namespace: str | None, manifest: Manifest) -> Manifest:
+    def create(
+        self, resource: Resource, namespace: str | None, manifest: Manifest, *, dry_run: bool = False
+    ) -> Manifest:
         if self.down:
             raise ApiError(0, "away")
         self.asked += 1
@@ -68,7 +70,7 @@ def test_probes_tell_what_is_wrong() -> None:
         assert get(f"{url}/other")[0] == 404
 
 
-@pytest.mark.parametrize(("token", "status"), [(None, 401), ("forged", 403), ("stranger", 403), ("reader", 200)])
+@pytest.mark.parametrize(("token", "status"), [(None, 401), ("forged", 401), ("stranger", 403), ("reader", 200)])
 def test_metrics_want_a_token_with_the_right(token: str | None, status: int) -> None:
     registry = Metrics(lambda: []).registry
     with serving(metrics(registry, Reviews(Rights()).may_read_metrics)) as url:
@@ -99,9 +101,10 @@ def test_all_metrics_of_the_table_are_there() -> None:
     manifest = pool_body()
     manifest["metadata"]["resourceVersion"] = "1"
     watch.show(manifest, False)
-    counts = Metrics(lambda: [watch])
+    counts = Metrics(lambda: [watch], lambda: {"never-came": 2})
     counts.reconciled("ManagerPool", 0.0)
     counts.failed("ManagerPool", "conflict")
+    counts.webhook_probed(True)
     with serving(metrics(counts.registry, lambda token: True)) as url:
         body = get(f"{url}/metrics", "reader")[1]
     families = text_string_to_metric_families(body)

@@ -1,0 +1,122 @@
+"""The HTTPS server that the apiserver asks: reads a body, answers at once, and never holds a pod up."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import socket
+import ssl
+import tempfile
+import threading
+import time
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Final
+
+from aiohttp import web
+
+from orbitkv_operator.admission.metrics import WebhookMetrics
+from orbitkv_operator.admission.review import Reviewer, ReviewError
+from orbitkv_operator.certificates import Serving
+
+logger = logging.getLogger(__name__)
+
+PATH: Final = "/mutate"
+LARGEST_BODY: Final = 16 << 20
+"""The apiserver takes objects up to 3 MiB; a review has two of them, written out."""
+BODY_SECONDS: Final = 5.0
+KEEP_ALIVE_SECONDS: Final = 300.0
+"""Longer than the apiserver keeps an idle connection: whoever closes first must not be us, or a review gets lost."""
+CLOSE_SECONDS: Final = 5.0
+
+
+class AdmissionServer:
+    """Serves from the first certificate (`show`) to `close`, in a thread with an event loop of its own."""
+
+    def __init__(self, port: int, reviewer: Reviewer, metrics: WebhookMetrics) -> None:
+        self._wanted_port = port
+        self._reviewer = reviewer
+        self._metrics = metrics
+        self._context: ssl.SSLContext | None = None
+        self._loop = asyncio.new_event_loop()
+        self._runner: web.AppRunner | None = None
+        self._thread = threading.Thread(target=self._run, name="admission", daemon=True)
+        self._thread.start()
+        self.port = 0
+        """The port that is bound; 0: none yet."""
+
+    def show(self, serving: Serving) -> None:
+        """Show this certificate from now on; the first one opens the port.
+
+        Raises:
+            OSError: the port cannot be had; the message names it. Or the certificate cannot be used (ssl.SSLError).
+        """
+        context = self._context or ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        with tempfile.TemporaryDirectory() as folder:  # the library reads it from files only
+            pair = Path(folder, "tls.pem")
+            pair.touch(0o600)
+            pair.write_bytes(serving.certificate + b"\n" + serving.key)
+            context.load_cert_chain(pair)
+        if self._context is None:
+            self._call(self._open(context)).result(CLOSE_SECONDS)
+            self._context = context
+
+    def close(self) -> None:
+        """Finish what is being answered, and end."""
+        if self._runner is not None:
+            self._call(self._runner.cleanup()).result(2 * CLOSE_SECONDS)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(CLOSE_SECONDS)
+
+    def _call(self, what: object) -> Future[object]:
+        return asyncio.run_coroutine_threadsafe(what, self._loop)  # type: ignore[arg-type]
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+        self._loop.close()
+
+    async def _open(self, context: ssl.SSLContext) -> None:
+        app = web.Application(client_max_size=LARGEST_BODY)
+        app.router.add_post(PATH, self._answer)
+        runner = web.AppRunner(
+            app, access_log=None, keepalive_timeout=KEEP_ALIVE_SECONDS, shutdown_timeout=CLOSE_SECONDS
+        )
+        await runner.setup()
+        try:
+            listening = _listen(self._wanted_port)
+        except OSError as error:
+            await runner.cleanup()
+            raise OSError(f"port {self._wanted_port} for reviews cannot be had: {error.strerror}") from error
+        await web.SockSite(runner, listening, ssl_context=context, backlog=1024).start()
+        self._runner = runner
+        self.port = int(listening.getsockname()[1])
+
+    async def _answer(self, request: web.Request) -> web.Response:
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                body = await request.read()
+        except TimeoutError:
+            self._metrics.malformed()
+            return web.Response(status=408, text="the body did not come in time\n")
+        began = time.perf_counter()
+        try:
+            answer = self._reviewer.answer(body)
+        except ReviewError as error:
+            self._metrics.malformed()
+            logger.warning("what came is no review", extra={"error": str(error), "bytes": len(body)})
+            return web.Response(status=400, text=f"{error}\n")
+        self._metrics.reviewed(answer.outcome, answer.reason, time.perf_counter() - began)
+        return web.json_response(answer.body)
+
+
+def _listen(port: int) -> socket.socket:
+    """Return a socket for all addresses, of both versions where the machine has both."""
+    if socket.has_dualstack_ipv6():
+        try:
+            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+        except OSError as error:
+            if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):  # IPv6 may be switched off
+                raise
+    return socket.create_server(("", port))

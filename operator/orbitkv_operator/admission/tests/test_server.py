@@ -1,0 +1,147 @@
+"""The server: TLS, bodies of all kinds, certificates that change, and its end."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import ssl
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from prometheus_client.exposition import generate_latest
+
+from orbitkv_operator.admission import server as module
+from orbitkv_operator.admission.metrics import WebhookMetrics
+from orbitkv_operator.admission.server import PATH, AdmissionServer
+from orbitkv_operator.admission.tests.test_review import asking, review, reviewer
+from orbitkv_operator.certificates import Serving, read, renewed
+
+NAMES = ("localhost", "orbitkv-webhook.orbitkv-system.svc")
+
+
+@pytest.fixture(scope="module")
+def serving() -> Serving:
+    return read(renewed(None, NAMES))
+
+
+@pytest.fixture
+def metrics() -> WebhookMetrics:
+    return WebhookMetrics(lambda: ())
+
+
+@pytest.fixture
+def server(serving: Serving, metrics: WebhookMetrics) -> Iterator[AdmissionServer]:
+    found = AdmissionServer(0, reviewer(), metrics)
+    found.show(serving)
+    yield found
+    found.close()
+
+
+def connect(server: AdmissionServer, serving: Serving) -> http.client.HTTPSConnection:
+    context = ssl.create_default_context(cadata=serving.bundle.decode())
+    return http.client.HTTPSConnection("localhost", server.port, context=context, timeout=20)
+
+
+def post(connection: http.client.HTTPSConnection, body: bytes, path: str = PATH) -> tuple[int, bytes]:
+    connection.request("POST", path, body, {"Content-Type": "application/json"})
+    answer = connection.getresponse()
+    return answer.status, answer.read()
+
+
+def counted(metrics: WebhookMetrics, sample: str) -> bool:
+    return f"\norbitkv_{sample}\n" in generate_latest(metrics.registry).decode()
+
+
+def test_review_is_answered_and_counted(server: AdmissionServer, serving: Serving, metrics: WebhookMetrics) -> None:
+    connection = connect(server, serving)
+    status, body = post(connection, review(asking()))
+    assert status == 200
+    assert json.loads(body)["response"]["allowed"] is True
+    post(connection, review(asking(mode="wrong")))
+    assert counted(metrics, 'webhook_reviews_total{outcome="injected"} 1.0')
+    assert counted(metrics, 'webhook_skips_total{reason="invalid-annotation"} 1.0')
+
+
+def test_garbage_is_refused_and_the_next_review_is_answered(
+    server: AdmissionServer, serving: Serving, metrics: WebhookMetrics
+) -> None:
+    connection = connect(server, serving)
+    assert post(connection, b"{")[0] == 400
+    assert post(connection, b"", "/elsewhere")[0] == 404
+    with socket.create_connection(("localhost", server.port), timeout=20) as plain:
+        plain.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        plain.recv(100)
+    assert post(connection, review(asking()))[0] == 200
+    assert counted(metrics, 'webhook_reviews_total{outcome="malformed"} 1.0')
+
+
+def test_body_of_ten_mebibytes_is_answered_and_a_larger_one_refused(server: AdmissionServer, serving: Serving) -> None:
+    connection = connect(server, serving)
+    pod = asking()
+    pod["metadata"]["annotations"]["example.com/large"] = "x" * (10 << 20)
+    status, body = post(connection, review(pod))
+    assert status == 200
+    assert json.loads(body)["response"]["allowed"] is True
+    assert post(connect(server, serving), b" " * (module.LARGEST_BODY + 1))[0] == 413
+    assert post(connect(server, serving), review(asking()))[0] == 200
+
+
+def test_body_that_does_not_come_holds_up_nobody(
+    server: AdmissionServer, serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "BODY_SECONDS", 0.2)
+    stuck = connect(server, serving)
+    stuck.putrequest("POST", PATH)
+    stuck.putheader("Content-Length", "1000")
+    stuck.endheaders()
+    assert post(connect(server, serving), review(asking()))[0] == 200
+    assert stuck.getresponse().status == 408
+
+
+def test_renewed_certificate_is_shown_to_new_connections_and_the_old_ones_live_on(
+    server: AdmissionServer, serving: Serving
+) -> None:
+    first = connect(server, serving)
+    assert post(first, review(asking()))[0] == 200
+    other = read(renewed(None, NAMES))
+    server.show(other)
+    assert post(connect(server, other), review(asking()))[0] == 200
+    assert post(first, review(asking()))[0] == 200
+    with pytest.raises(ssl.SSLCertVerificationError):
+        post(connect(server, serving), review(asking()))
+
+
+def test_certificate_that_does_not_fit_its_key_is_refused_and_the_old_one_stays(
+    server: AdmissionServer, serving: Serving
+) -> None:
+    other = read(renewed(None, NAMES, datetime.now(UTC) - timedelta(days=1)))
+    with pytest.raises(ssl.SSLError):
+        server.show(Serving(serving.certificate, other.key, serving.bundle, serving.expires))
+    assert post(connect(server, serving), review(asking()))[0] == 200
+
+
+def test_port_that_is_taken_is_named(serving: Serving, metrics: WebhookMetrics) -> None:
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        found = AdmissionServer(port, reviewer(), metrics)
+        with pytest.raises(OSError, match=f"port {port} for reviews"):
+            found.show(serving)
+        found.close()
+
+
+def test_what_is_being_answered_at_the_end_is_answered(serving: Serving, metrics: WebhookMetrics) -> None:
+    found = AdmissionServer(0, reviewer(), metrics)
+    found.show(serving)
+    connection = connect(found, serving)
+    body = review(asking())
+    connection.putrequest("POST", PATH)
+    connection.putheader("Content-Length", str(len(body)))
+    connection.endheaders(body[:-1])
+    closing: Any = found._call(found._runner.cleanup())  # type: ignore[union-attr]
+    connection.send(body[-1:])
+    assert connection.getresponse().status == 200
+    closing.result(10)
+    found.close()

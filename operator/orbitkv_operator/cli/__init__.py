@@ -1,0 +1,1 @@
+"""The command `orbitkv`: what a person asks about a cluster with OrbitKV, from wherever kubectl works."""

@@ -1,0 +1,234 @@
+"""Shows what one annotation does on a real Kubernetes: a conversation outlives the pod that computed it.
+
+    python -m tools.demo_k8s [--json]
+
+Starts the cluster of two nodes on this machine if it does not run, installs OrbitKV from its chart, makes a pool and a
+cache namespace, and applies a Deployment of vLLM with one annotation, and the same without it to compare with. It holds
+some conversations with both, deletes the pod, and goes on with the next one. Exits with 1 if the answers differ, or if
+nothing came from OrbitKV after the pod was gone. What it made is removed; a cluster that it started is ended.
+"""
+
+import argparse
+import json
+import string
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from e2e.cluster.cluster import Cluster
+from e2e.cluster.node import Node
+from e2e.cluster.processes import ClusterError
+from e2e.support import engine_image
+from e2e.support.helm import HelmError
+from e2e.support.installation import Installation, installed
+from e2e.support.kubectl import Kubectl, KubectlError, Object, StillWaitingError, has_condition
+from e2e.support.target import connect
+from images import build
+from orbitkv_crds.names import ANNOTATION_CACHE_NAMESPACE, LABEL_CACHE
+from tools.cache import SetUpError
+from tools.demo.conversation import ANSWER_TOKENS, QUESTIONS, SYSTEM, TURNS, Step, Transcript, round_of
+from tools.demo.progress import Progress
+from tools.demo.report import Report, Turn
+from tools.demo_k8s.engine import Engine, EngineError
+
+HERE = Path(__file__).resolve().parent
+EXAMPLES = HERE.parents[1] / "examples" / "kubernetes"
+NAMESPACE = "default"
+NODE = "node-a"
+APP, PLAIN = "chat-engine", "chat-engine-plain"
+"""Names of the Deployments and Services: with the annotation, and without."""
+TURNS_BEFORE_DELETION = TURNS - 2
+START_SECONDS = 300.0
+USE_SECONDS = 60.0
+"""Longest wait for the cache namespace's status to show what the engines did: agents report every 15 seconds."""
+
+
+def deployment(image: engine_image.EngineImage) -> list[Object]:
+    """The objects of deployment.yaml, as they are applied."""
+    values = {"image": image.reference, "model": engine_image.MODEL, "node": NODE}
+    text = string.Template((HERE / "deployment.yaml").read_text()).substitute(values)
+    objects: list[Object] = list(yaml.safe_load_all(text))
+    pod = objects[0]["spec"]["template"]["spec"]
+    volumes, mounts = image.volumes()
+    pod["volumes"] += volumes
+    pod["containers"][0]["volumeMounts"] += mounts
+    return objects
+
+
+def without_annotation(objects: list[Object]) -> list[Object]:
+    """The same under another name, and without the annotation."""
+    text = json.dumps(objects).replace(f'"{APP}"', f'"{PLAIN}"')
+    plain: list[Object] = json.loads(text)
+    template = plain[0]["spec"]["template"]
+    del template["metadata"]["annotations"][ANNOTATION_CACHE_NAMESPACE]
+    return plain
+
+
+def pod_of(kubectl: Kubectl, app: str) -> Object | None:
+    """The pod of a Deployment that is ready and stays."""
+    for pod in kubectl.list_all("pods", NAMESPACE, f"app={app}"):
+        if "deletionTimestamp" not in pod["metadata"] and has_condition("Ready")(pod):
+            return pod
+    return None
+
+
+def wait_pod(kubectl: Kubectl, app: str) -> Object:
+    """Waits for a Deployment's pod. Raises StillWaitingError with its events and the end of its log."""
+    try:
+        kubectl.until(lambda: pod_of(kubectl, app) is not None, f"a ready pod of {app}", timeout=START_SECONDS)
+    except StillWaitingError as error:
+        described = kubectl.run("describe", "pods", f"--selector=app={app}", f"--namespace={NAMESPACE}")
+        logged = kubectl.run("logs", f"--selector=app={app}", f"--namespace={NAMESPACE}", "--tail=25")
+        raise StillWaitingError(f"{error}\n{described[-4000:]}\n{logged}") from None
+    found = pod_of(kubectl, app)
+    assert found is not None
+    return found
+
+
+def engine_of(kubectl: Kubectl, app: str) -> Engine:
+    """The engine behind a Service."""
+    service = kubectl.get("service", app, NAMESPACE)
+    assert service is not None
+    return Engine(service["spec"]["clusterIP"], "tiny")
+
+
+@contextmanager
+def cluster_and_chart(progress: Progress) -> Iterator[tuple[Installation, list[Node]]]:
+    """OrbitKV on the cluster, and the cluster's nodes."""
+    started = Cluster.found() is None
+    try:
+        with ExitStack() as stack:
+            with progress.during("starting a Kubernetes of two nodes" if started else "finding the cluster"):
+                target = stack.enter_context(connect())
+            if target.own is None:
+                raise SetUpError("the demo runs on the cluster of this machine: unset KUBECONFIG")
+            with progress.during("building the images and loading them into the nodes"):
+                build.build()
+                build.load(target.own)
+            with progress.during("helm install orbitkv charts/orbitkv --namespace orbitkv-system"):
+                installation = stack.enter_context(installed(target, {}))
+            yield installation, list(target.own.nodes.values())
+    finally:
+        if started and Cluster.found() is not None:
+            Cluster.down()
+
+
+def converse(kubectl: Kubectl, progress: Progress) -> Report:
+    """Holds the conversations, and deletes the pod in between."""
+    engine, plain = engine_of(kubectl, APP), engine_of(kubectl, PLAIN)
+    transcript = Transcript(plain.tokens_of(SYSTEM), [[plain.tokens_of(text) for text in texts] for texts in QUESTIONS])
+    turns: list[Turn] = []
+    differing: list[tuple[int, int]] = []
+    which: Any = "first"
+    for turn in range(1, TURNS + 1):
+        if turn == TURNS_BEFORE_DELETION + 1:
+            name = wait_pod(kubectl, APP)["metadata"]["name"]
+            with progress.during(f"kubectl delete pod {name}: all that it had computed is lost to it"):
+                kubectl.delete("pod", name, NAMESPACE)
+                wait_pod(kubectl, APP)
+            which = "restarted"
+        progress.say(f"turn {turn} of {TURNS}: {len(QUESTIONS)} sessions ask the annotated pod, then the other one")
+        for step in round_of(turn):
+            prompt = transcript.prompt(step)
+            turns.append(_turn(engine, prompt, step, which, transcript, plain, differing))
+    return Report(turns, differing, "the pod is deleted, and the next one starts")
+
+
+def _turn(
+    engine: Engine,
+    prompt: list[int],
+    step: Step,
+    which: Any,
+    transcript: Transcript,
+    plain: Engine,
+    differing: list[tuple[int, int]],
+) -> Turn:
+    answer = engine.ask(prompt, ANSWER_TOKENS)
+    if plain.ask(prompt, ANSWER_TOKENS).tokens != answer.tokens:
+        differing.append((step.session, step.turn))
+    transcript.heard(step, answer.tokens)
+    return Turn(
+        session=step.session,
+        turn=step.turn,
+        engine=which,
+        prompt_tokens=answer.prompt_tokens,
+        hbm_tokens=answer.hbm,
+        orbitkv_tokens=answer.orbitkv,
+        recomputed_tokens=answer.computed,
+        ttft_ms=round(answer.ttft_ms, 3),
+    )
+
+
+def shown(kubectl: Kubectl) -> str:
+    """What a user would look at, as kubectl prints it."""
+    pod = wait_pod(kubectl, APP)["metadata"]["name"]
+    commands = [
+        ["get", "mpool"],
+        ["get", "cns", "--output=wide", f"--namespace={NAMESPACE}"],
+        ["get", "pods", f"--namespace={NAMESPACE}", f"--label-columns=app,{LABEL_CACHE}"],
+        ["get", "events", f"--field-selector=involvedObject.name={pod}", f"--namespace={NAMESPACE}"],
+    ]
+    return "\n".join(f"$ kubectl {' '.join(command)}\n{kubectl.run(*command)}" for command in commands)
+
+
+def run(progress: Progress) -> tuple[Report, str]:
+    """The whole demo. What it made is removed afterwards."""
+    with cluster_and_chart(progress) as (installation, nodes):
+        kubectl = installation.target.kubectl
+        with progress.during("the engine's image"):
+            image = engine_image.ensure(nodes)
+        progress.say("kubectl apply -f examples/kubernetes")
+        kubectl.apply(EXAMPLES)
+        try:
+            with progress.during("waiting for the pool and the cache namespace"):
+                installation.wait_ready("managerpool", "default")
+                installation.wait_ready("cachenamespace", "chat", NAMESPACE)
+            objects = deployment(image)
+            annotation = objects[0]["spec"]["template"]["metadata"]["annotations"]
+            progress.say(f"kubectl apply -f tools/demo_k8s/deployment.yaml, with the annotation {annotation}")
+            kubectl.apply(*objects, *without_annotation(objects), arguments=[f"--namespace={NAMESPACE}"])
+            with progress.during("two vLLM engines start: one in a pod with the annotation, and one without"):
+                wait_pod(kubectl, APP)
+                wait_pod(kubectl, PLAIN)
+            report = converse(kubectl, progress)
+            with progress.during("what can be seen of it"):
+                in_use = has_condition("InUse")
+                kubectl.wait("cns", "chat", in_use, "InUse", namespace=NAMESPACE, timeout=USE_SECONDS)
+                seen = shown(kubectl)
+        finally:
+            with progress.during("removing all of it"):
+                for app in (APP, PLAIN):
+                    kubectl.run("delete", "deployment,service", app, f"--namespace={NAMESPACE}", "--ignore-not-found")
+        return report, seen
+
+
+def main() -> int:
+    """Reads the command line, runs the demo, prints what it found, and returns the exit code."""
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(prog="make demo-k8s", description=__doc__.splitlines()[0])
+    parser.add_argument("--engine", choices=["vllm"], default="vllm", help="the engine to show it on")
+    parser.add_argument("--json", action="store_true", help="end with one JSON object instead of a table")
+    options = parser.parse_args()
+    progress = Progress("demo-k8s")
+    try:
+        report, seen = run(progress)
+    except KeyboardInterrupt:
+        progress.say("interrupted; what was made was removed")
+        return 130
+    except (SetUpError, ClusterError, HelmError, KubectlError, StillWaitingError, EngineError) as error:
+        progress.say(f"FAILED: {error}")
+        return 1
+    if options.json:
+        print(seen, file=sys.stderr)
+        print(json.dumps(report.as_object()))
+    else:
+        print(f"\n{seen}\n\n{report.as_text()}")
+    return 0 if report.passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
