@@ -19,7 +19,7 @@ from e2e.support.completions import Load, complete, forget, sources
 from e2e.support.installation import Installation
 from e2e.support.kubectl import Kubectl, Object, has_condition
 from orbitkv_crds.names import ANNOTATION_CACHE_NAMESPACE
-from tools.demo_k8s.__main__ import APP, PLAIN, deployment, without_annotation
+from tools.demo_k8s.__main__ import APP, deployment
 
 pytestmark = [
     pytest.mark.skipif(
@@ -29,10 +29,18 @@ pytestmark = [
     pytest.mark.timeout(1500),
 ]
 CACHE = "chat"
+PLAIN = f"{APP}-plain"
 START_SECONDS = 420.0
 KILLS = 10
 SYSTEM = "You are the help desk of a shipyard. Answer shortly, name the hall, and never guess a date. " * 4
 PROMPTS = [f"{SYSTEM} Question {number}: when does slipway {number} get its crane back?" for number in range(8)]
+
+
+def without_annotation(objects: list[Object]) -> list[Object]:
+    """The same under another name, and without the annotation."""
+    plain: list[Object] = json.loads(json.dumps(objects).replace(f'"{APP}"', f'"{PLAIN}"'))
+    del plain[0]["spec"]["template"]["metadata"]["annotations"][ANNOTATION_CACHE_NAMESPACE]
+    return plain
 
 
 @dataclass

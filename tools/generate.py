@@ -235,7 +235,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "charts/orbitkv/templates/webhook/roles.yaml": templates.webhook_roles,
     **templates.crd_templates(),
 }
-PAGES_WITH_SECTIONS = ("docs/configuration.md", "docs/kubernetes.md", "docs/vllm.md")
+PAGES_WITH_SECTIONS = ("docs/configuration.md", "docs/injection.md", "docs/kubernetes.md", "docs/vllm.md")
 _MARKED = re.compile(r"(<!-- generated: (?P<name>[\w-]+) -->\n).*?(\n<!-- end: (?P=name) -->)", re.DOTALL)
 
 

@@ -106,6 +106,8 @@ def test_alerts_say_what_to_do() -> None:
         "OrbitKVAgentDown",
         "OrbitKVPoolFull",
         "OrbitKVPoolNotReady",
+        "OrbitKVWebhookDoesNotAnswer",
+        "OrbitKVPodsWithoutCache",
     ],
 )
 def test_there_is_an_alert_for_each_failure_that_people_miss(name: str) -> None:

@@ -50,7 +50,7 @@ def test_a_wrong_value_is_refused_by_its_name(each_helm: Helm, values: dict[str,
 
 
 def test_a_parent_chart_may_set_global_values(helm: Helm) -> None:
-    assert helm.render({"global": {"anything": 1}}).names("Deployment") == ["orbitkv-operator"]
+    assert helm.render({"global": {"anything": 1}}).names("Deployment") == ["orbitkv-operator", "orbitkv-webhook"]
 
 
 def test_lint_finds_nothing(each_helm: Helm) -> None:

@@ -6,6 +6,7 @@ It needs nothing but OrbitKV's client, and prints one JSON object a line. This f
 """
 
 import json
+import os
 import socket
 import sys
 import time
@@ -20,7 +21,7 @@ from orbitkv.protocol import framing
 from orbitkv.protocol.messages import GroupGeometry, Hello, Instance, LayerRegion
 
 SOCKET = "/run/orbitkv/agent.sock"
-TOKEN = "/var/run/secrets/orbitkv/token"
+TOKEN = os.environ.get("ORBITKV_TOKEN_PATH", "/var/run/secrets/orbitkv/token")
 ROUND = 64
 
 

@@ -17,6 +17,7 @@ from orbitkv.protocol.errors import ErrorKind
 from orbitkv.protocol.messages import (
     AttachInstance,
     CancelQuery,
+    ChallengeMet,
     CommitSave,
     ConfigureNamespace,
     Done,
@@ -228,6 +229,7 @@ class Agent:
                 Goodbye: self._goodbye,
                 AttachInstance: self._attach,
                 Register: self.membership.register,
+                ChallengeMet: self.membership.challenge_met,
                 Unregister: self.membership.unregister,
                 ProofReport: lambda session, sequence, message: self.membership.proof(session, message),
                 ResetInstance: self._reset,

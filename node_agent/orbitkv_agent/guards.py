@@ -27,6 +27,7 @@ NAMES: Final = frozenset(
         "restore-shape",  # a restore takes exactly the pages of its lease
         "budget-limit",  # no charge beyond the budget
         "budget-drain",  # bytes come back only when the restore ended
+        "own-memory",  # memory is registered by who may write it
         "own-lease",  # only its owner gives a lease back
         "commit-is-dram",  # a committed page that leaves memory is gone, and said to be gone
         "versions",  # no session without a common version

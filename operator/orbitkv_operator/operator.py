@@ -16,17 +16,17 @@ from orbitkv_crds.agent_api.reports_pb2 import Report
 from orbitkv_operator.audit import Auditor, Watch
 from orbitkv_operator.certificates import Serving
 from orbitkv_operator.cluster.api import CACHES, ENGINE_PODS, POOLS, Api, ApiError, KubernetesApi
-from orbitkv_operator.engines.missed import SWEEP_SECONDS, Sweep
+from orbitkv_operator.engines.missed import Sweep
 from orbitkv_operator.engines.pods import EnginePods
-from orbitkv_operator.engines.probe import PROBE_SECONDS, Probe
+from orbitkv_operator.engines.probe import Probe
 from orbitkv_operator.events import Events
 from orbitkv_operator.feed import Feed, make_watches
 from orbitkv_operator.leader import Leader
 from orbitkv_operator.metrics import Metrics
 from orbitkv_operator.queue import Key, KeyedQueue
 from orbitkv_operator.reconcile.cache import CacheReconciler, Decisions
-from orbitkv_operator.reconcile.pod import PodReconciler
 from orbitkv_operator.reconcile.payload import PayloadPulls
+from orbitkv_operator.reconcile.pod import PodReconciler
 from orbitkv_operator.reconcile.pool import PoolReconciler
 from orbitkv_operator.reconcile.status_writer import StatusWriter
 from orbitkv_operator.reconcile.system import CERTIFICATES, ENDPOINTS, KEYS, Owner, SystemReconciler
@@ -191,7 +191,9 @@ class Operator:
         )
         webhook = WebhookReconciler(self._api, self._settings, owner, payloads)
         caches = CacheReconciler(self._view, Decisions(self._view), self._store, status, events, self._pods)
-        pods = PodReconciler(self._view, self._pods, self._store, events, self._without_changed)
+        pods = PodReconciler(
+            self._view, self._pods, self._store, events, self._without_changed, self._settings.patience_seconds
+        )
         sweep = Sweep(self._api, self._settings.namespace, self._pods, events, self._without_changed)
         probe = Probe(self._api, self._settings.namespace, self._settings.agent_image, self._metrics.webhook_probed)
         system = SystemReconciler(self._api, self._settings, owner, self._serve, lambda: self._reports.port)
@@ -201,8 +203,8 @@ class Operator:
             CERTIFICATES.kind: system.reconcile,
             WEBHOOK.kind: webhook.reconcile,
             ENGINE_PODS.kind: lambda key: pods.reconcile(key.namespace, key.name),
-            PROBE.kind: lambda key: _every(PROBE_SECONDS, probe.run),
-            SWEEP.kind: lambda key: _every(SWEEP_SECONDS, sweep.run),
+            PROBE.kind: lambda key: _every(self._settings.probe_seconds, probe.run),
+            SWEEP.kind: lambda key: _every(self._settings.sweep_seconds, sweep.run),
         }
 
     # -------------------------------------------------------------------------------------------------------- meanwhile

@@ -96,6 +96,13 @@ class Settings(BaseModel):
     silence_seconds: float = Field(
         default=70, gt=0, description="Time without a word after which a watch is opened again."
     )
+    probe_seconds: float = Field(default=60, gt=0, description="Rhythm in which the webhook is tried.")
+    sweep_seconds: float = Field(
+        default=300, gt=0, description="Rhythm in which all pods are looked through for those that the webhook missed."
+    )
+    patience_seconds: float = Field(
+        default=300, gt=0, description="Time that a pod may be ready before it counts as running without its cache."
+    )
     resync_seconds: float = Field(
         default=300, gt=0, description="Longest time between two looks at an object that nothing happens to."
     )

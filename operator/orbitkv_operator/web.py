@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -112,7 +113,8 @@ class _Server(ThreadingHTTPServer):
         super().__init__(("", port), _Handler)
 
     def server_bind(self) -> None:
-        """Bind without looking up the host's name."""
+        """Bind without looking up the host's name, and also right after a container that had the port before."""
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.socket.bind(self.server_address)
         self.server_address = self.socket.getsockname()
         self.server_name, self.server_port = "orbitkv-operator", int(self.server_address[1])

@@ -3,19 +3,23 @@
     python -m tools.demo_k8s [--json]
 
 Starts the cluster of two nodes on this machine if it does not run, installs OrbitKV from its chart, makes a pool and a
-cache namespace, and applies a Deployment of vLLM with one annotation, and the same without it to compare with. It holds
-some conversations with both, deletes the pod, and goes on with the next one. Exits with 1 if the answers differ, or if
-nothing came from OrbitKV after the pod was gone. What it made is removed; a cluster that it started is ended.
+cache namespace, and applies a Deployment of vLLM with one annotation. It holds some conversations with it, deletes the
+pod, and goes on with the next one. An engine outside of the cluster that knows no cache answers the same prompts.
+Exits with 1 if the answers differ, or if nothing came from OrbitKV after the pod was gone. What it made is removed; a
+cluster that it started is ended.
 """
 
 import argparse
 import json
+import os
+import signal
 import string
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import yaml
 
@@ -28,21 +32,25 @@ from e2e.support.installation import Installation, installed
 from e2e.support.kubectl import Kubectl, KubectlError, Object, StillWaitingError, has_condition
 from e2e.support.target import connect
 from images import build
-from orbitkv_crds.names import ANNOTATION_CACHE_NAMESPACE, LABEL_CACHE
+from orbitkv_crds.names import LABEL_CACHE
+from tools import engine_env
 from tools.cache import SetUpError
+from tools.demo.__main__ import interrupt, make_model
 from tools.demo.conversation import ANSWER_TOKENS, QUESTIONS, SYSTEM, TURNS, Step, Transcript, round_of
 from tools.demo.progress import Progress
 from tools.demo.report import Report, Turn
-from tools.demo_k8s.engine import Engine, EngineError
+from tools.demo_k8s.engine import Answer, Engine, EngineError
+from tools.harness.engine import EngineProcess, EngineSpec
+from tools.harness.process import ProcessError
 
 HERE = Path(__file__).resolve().parent
 EXAMPLES = HERE.parents[1] / "examples" / "kubernetes"
 NAMESPACE = "default"
 NODE = "node-a"
-APP, PLAIN = "chat-engine", "chat-engine-plain"
-"""Names of the Deployments and Services: with the annotation, and without."""
+APP = "chat-engine"
+"""Name of the Deployment and its Service."""
 TURNS_BEFORE_DELETION = TURNS - 2
-START_SECONDS = 300.0
+START_SECONDS = 600.0
 USE_SECONDS = 60.0
 """Longest wait for the cache namespace's status to show what the engines did: agents report every 15 seconds."""
 
@@ -59,41 +67,25 @@ def deployment(image: engine_image.EngineImage) -> list[Object]:
     return objects
 
 
-def without_annotation(objects: list[Object]) -> list[Object]:
-    """The same under another name, and without the annotation."""
-    text = json.dumps(objects).replace(f'"{APP}"', f'"{PLAIN}"')
-    plain: list[Object] = json.loads(text)
-    template = plain[0]["spec"]["template"]
-    del template["metadata"]["annotations"][ANNOTATION_CACHE_NAMESPACE]
-    return plain
-
-
-def pod_of(kubectl: Kubectl, app: str) -> Object | None:
-    """The pod of a Deployment that is ready and stays."""
-    for pod in kubectl.list_all("pods", NAMESPACE, f"app={app}"):
+def ready_pod(kubectl: Kubectl) -> Object | None:
+    """The Deployment's pod, if it is ready and stays."""
+    for pod in kubectl.list_all("pods", NAMESPACE, f"app={APP}"):
         if "deletionTimestamp" not in pod["metadata"] and has_condition("Ready")(pod):
             return pod
     return None
 
 
-def wait_pod(kubectl: Kubectl, app: str) -> Object:
-    """Waits for a Deployment's pod. Raises StillWaitingError with its events and the end of its log."""
+def wait_pod(kubectl: Kubectl) -> Object:
+    """Waits for the Deployment's pod. Raises StillWaitingError with its events and the end of its log."""
+    where = [f"--selector=app={APP}", f"--namespace={NAMESPACE}"]
     try:
-        kubectl.until(lambda: pod_of(kubectl, app) is not None, f"a ready pod of {app}", timeout=START_SECONDS)
+        kubectl.until(lambda: ready_pod(kubectl) is not None, f"a ready pod of {APP}", timeout=START_SECONDS)
     except StillWaitingError as error:
-        described = kubectl.run("describe", "pods", f"--selector=app={app}", f"--namespace={NAMESPACE}")
-        logged = kubectl.run("logs", f"--selector=app={app}", f"--namespace={NAMESPACE}", "--tail=25")
-        raise StillWaitingError(f"{error}\n{described[-4000:]}\n{logged}") from None
-    found = pod_of(kubectl, app)
+        described = kubectl.run("describe", "pods", *where)
+        raise StillWaitingError(f"{error}\n{described[-4000:]}\n{kubectl.run('logs', *where, '--tail=25')}") from None
+    found = ready_pod(kubectl)
     assert found is not None
     return found
-
-
-def engine_of(kubectl: Kubectl, app: str) -> Engine:
-    """The engine behind a Service."""
-    service = kubectl.get("service", app, NAMESPACE)
-    assert service is not None
-    return Engine(service["spec"]["clusterIP"], "tiny")
 
 
 @contextmanager
@@ -117,40 +109,36 @@ def cluster_and_chart(progress: Progress) -> Iterator[tuple[Installation, list[N
             Cluster.down()
 
 
-def converse(kubectl: Kubectl, progress: Progress) -> Report:
+def converse(kubectl: Kubectl, reference: EngineProcess, progress: Progress) -> Report:
     """Holds the conversations, and deletes the pod in between."""
-    engine, plain = engine_of(kubectl, APP), engine_of(kubectl, PLAIN)
-    transcript = Transcript(plain.tokens_of(SYSTEM), [[plain.tokens_of(text) for text in texts] for texts in QUESTIONS])
-    turns: list[Turn] = []
-    differing: list[tuple[int, int]] = []
-    which: Any = "first"
+    service = kubectl.get("service", APP, NAMESPACE)
+    assert service is not None
+    engine = Engine(service["spec"]["clusterIP"], "tiny")
+    transcript = Transcript(
+        engine.tokens_of(SYSTEM), [[engine.tokens_of(text) for text in texts] for texts in QUESTIONS]
+    )
+    report = Report([], [], "the pod is deleted, and the next one starts")
+    which: Literal["first", "restarted"] = "first"
     for turn in range(1, TURNS + 1):
         if turn == TURNS_BEFORE_DELETION + 1:
-            name = wait_pod(kubectl, APP)["metadata"]["name"]
+            name = wait_pod(kubectl)["metadata"]["name"]
             with progress.during(f"kubectl delete pod {name}: all that it had computed is lost to it"):
                 kubectl.delete("pod", name, NAMESPACE)
-                wait_pod(kubectl, APP)
+                wait_pod(kubectl)
             which = "restarted"
-        progress.say(f"turn {turn} of {TURNS}: {len(QUESTIONS)} sessions ask the annotated pod, then the other one")
+        progress.say(f"turn {turn} of {TURNS}: {len(QUESTIONS)} sessions ask the pod, then the engine without a cache")
         for step in round_of(turn):
             prompt = transcript.prompt(step)
-            turns.append(_turn(engine, prompt, step, which, transcript, plain, differing))
-    return Report(turns, differing, "the pod is deleted, and the next one starts")
+            answer = engine.ask(prompt, ANSWER_TOKENS)
+            report.turns.append(as_turn(step, which, answer))
+            if reference.ask(prompt, max_tokens=ANSWER_TOKENS).tokens != answer.tokens:
+                report.differing.append((step.session, step.turn))
+            transcript.heard(step, answer.tokens)
+    return report
 
 
-def _turn(
-    engine: Engine,
-    prompt: list[int],
-    step: Step,
-    which: Any,
-    transcript: Transcript,
-    plain: Engine,
-    differing: list[tuple[int, int]],
-) -> Turn:
-    answer = engine.ask(prompt, ANSWER_TOKENS)
-    if plain.ask(prompt, ANSWER_TOKENS).tokens != answer.tokens:
-        differing.append((step.session, step.turn))
-    transcript.heard(step, answer.tokens)
+def as_turn(step: Step, which: Literal["first", "restarted"], answer: Answer) -> Turn:
+    """A line of the table."""
     return Turn(
         session=step.session,
         turn=step.turn,
@@ -165,7 +153,7 @@ def _turn(
 
 def shown(kubectl: Kubectl) -> str:
     """What a user would look at, as kubectl prints it."""
-    pod = wait_pod(kubectl, APP)["metadata"]["name"]
+    pod = wait_pod(kubectl)["metadata"]["name"]
     commands = [
         ["get", "mpool"],
         ["get", "cns", "--output=wide", f"--namespace={NAMESPACE}"],
@@ -175,9 +163,14 @@ def shown(kubectl: Kubectl) -> str:
     return "\n".join(f"$ kubectl {' '.join(command)}\n{kubectl.run(*command)}" for command in commands)
 
 
-def run(progress: Progress) -> tuple[Report, str]:
-    """The whole demo. What it made is removed afterwards."""
-    with cluster_and_chart(progress) as (installation, nodes):
+def run(folder: Path, progress: Progress) -> tuple[Report, str]:
+    """The whole demo, with `folder` for what lies outside of the cluster. What it made is removed afterwards."""
+    with ExitStack() as stack:
+        with progress.during("making a tiny model with random weights"):
+            spec = EngineSpec(make_model(folder / "model"), None, {"enable_prefix_caching": False})
+        progress.say("starting an engine outside of the cluster that knows no cache, to compare with")
+        reference = stack.enter_context(EngineProcess(folder, spec, "reference")).begin()
+        installation, nodes = stack.enter_context(cluster_and_chart(progress))
         kubectl = installation.target.kubectl
         with progress.during("the engine's image"):
             image = engine_image.ensure(nodes)
@@ -190,20 +183,18 @@ def run(progress: Progress) -> tuple[Report, str]:
             objects = deployment(image)
             annotation = objects[0]["spec"]["template"]["metadata"]["annotations"]
             progress.say(f"kubectl apply -f tools/demo_k8s/deployment.yaml, with the annotation {annotation}")
-            kubectl.apply(*objects, *without_annotation(objects), arguments=[f"--namespace={NAMESPACE}"])
-            with progress.during("two vLLM engines start: one in a pod with the annotation, and one without"):
-                wait_pod(kubectl, APP)
-                wait_pod(kubectl, PLAIN)
-            report = converse(kubectl, progress)
+            kubectl.apply(*objects, arguments=[f"--namespace={NAMESPACE}"])
+            with progress.during("the engine starts in its pod"):
+                wait_pod(kubectl)
+                reference.ready()
+            report = converse(kubectl, reference, progress)
             with progress.during("what can be seen of it"):
                 in_use = has_condition("InUse")
                 kubectl.wait("cns", "chat", in_use, "InUse", namespace=NAMESPACE, timeout=USE_SECONDS)
-                seen = shown(kubectl)
+                return report, shown(kubectl)
         finally:
             with progress.during("removing all of it"):
-                for app in (APP, PLAIN):
-                    kubectl.run("delete", "deployment,service", app, f"--namespace={NAMESPACE}", "--ignore-not-found")
-        return report, seen
+                kubectl.run("delete", "deployment,service", APP, f"--namespace={NAMESPACE}", "--ignore-not-found")
 
 
 def main() -> int:
@@ -214,12 +205,18 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="end with one JSON object instead of a table")
     options = parser.parse_args()
     progress = Progress("demo-k8s")
+    signal.signal(signal.SIGTERM, interrupt)
     try:
-        report, seen = run(progress)
+        os.environ.setdefault("ORBITKV_ENGINE_PYTHON", str(engine_env.ensure()))
+        with tempfile.TemporaryDirectory(prefix="orbitkv-demo-") as folder:
+            report, seen = run(Path(folder), progress)
     except KeyboardInterrupt:
         progress.say("interrupted; what was made was removed")
         return 130
-    except (SetUpError, ClusterError, HelmError, KubectlError, StillWaitingError, EngineError) as error:
+    except (SetUpError, ClusterError, HelmError, KubectlError, EngineError) as error:
+        progress.say(f"FAILED: {error}")
+        return 1
+    except (ProcessError, StillWaitingError, TimeoutError) as error:
         progress.say(f"FAILED: {error}")
         return 1
     if options.json:

@@ -12,7 +12,7 @@ import pytest
 from e2e.support.engine_image import EngineImage
 from orbitkv_crds.names import ANNOTATION_CACHE_NAMESPACE, GROUP
 from tools.demo_k8s import engine as http_engine
-from tools.demo_k8s.__main__ import APP, PLAIN, deployment, without_annotation
+from tools.demo_k8s.__main__ import deployment
 from tools.demo_k8s.engine import Engine, EngineError
 
 IMAGE = EngineImage("localhost/engine:1", (Path("/env"), Path("/python")))
@@ -31,13 +31,6 @@ def test_the_deployment_has_one_annotation_and_nothing_else_of_ours() -> None:
         "/env",
         "/python",
     }
-
-
-def test_the_other_one_differs_by_its_name_and_the_annotation_only() -> None:
-    objects = deployment(IMAGE)
-    plain = without_annotation(objects)
-    del objects[0]["spec"]["template"]["metadata"]["annotations"][ANNOTATION_CACHE_NAMESPACE]
-    assert json.loads(json.dumps(plain).replace(PLAIN, APP)) == objects
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections import deque
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,10 @@ class DeviceAllocation(HostAllocation):
     def exported(self) -> bytes:
         """See `HostAllocation`."""
         return self.handle
+
+
+def _address_of(piece: bytearray) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(piece))
 
 
 class StreamPoint:
@@ -96,6 +101,13 @@ class EngineGpu:
             event = self.driver.make_event()
         self.driver.record(event, stream)
         return StreamPoint(self, event)
+
+    def write(self, destination: int, source: int, size: int) -> None:
+        """Copy host memory to GPU memory and wait for it. For a few bytes, while nothing computes there."""
+        self.enter()
+        self.driver.write(destination, source, size)
+        landed = bytearray(size)
+        self.driver.read(_address_of(landed), destination, size)
 
     def read(self, destination: int, source: int, size: int) -> None:
         """Copy GPU memory to host memory, for checks."""

@@ -20,10 +20,13 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from orbitkv.guards import guard
 from orbitkv.protocol.errors import ErrorKind, OrbitKVError, SaveNotSubmittedError
 from orbitkv.protocol.messages import (
+    Challenge,
+    ChallengeMet,
     CommitSave,
     GroupBlocks,
     Register,
@@ -116,6 +119,8 @@ class Transfers:
     ) -> GpuRegistration:
         """Register engine memory (on the transfer thread)."""
         reply = self._session.connection.call(request, _REGISTER_MS)
+        if isinstance(reply, Challenge) and gpu is not None:
+            reply = self._meet(reply, allocations, gpu)
         if not isinstance(reply, Registered):
             raise OrbitKVError(ErrorKind.INTERNAL, f"a registration was answered with {type(reply).__name__}")
         registration = GpuRegistration(
@@ -124,6 +129,23 @@ class Transfers:
         if registration.page_bytes != reply.page_bytes:
             raise OrbitKVError(ErrorKind.INTERNAL, "agent and client disagree about the size of a page")
         return registration
+
+    def _meet(self, challenge: Challenge, allocations: Sequence[HostAllocation], gpu: EngineGpu) -> Reply:
+        """Show that this process may write the memory that it registers; what was there is put back."""
+        before: list[tuple[int, npt.NDArray[np.uint8]]] = []
+        try:
+            for (allocation, offset), value in zip(challenge.places, challenge.values, strict=True):
+                owner = allocations[allocation]
+                if not 0 <= offset <= owner.size - len(value):
+                    raise OrbitKVError(ErrorKind.INTERNAL, "the agent's challenge lies outside of the memory")
+                kept, shown = np.empty(len(value), np.uint8), np.frombuffer(value, np.uint8)
+                gpu.read(kept.ctypes.data, owner.address + offset, len(value))
+                before.append((owner.address + offset, kept))
+                gpu.write(owner.address + offset, shown.ctypes.data, len(value))
+            return self._session.connection.call(ChallengeMet(challenge.challenge), _REGISTER_MS)
+        finally:
+            for address, kept in before:
+                gpu.write(address, kept.ctypes.data, len(kept))
 
     def ask(self, request: Any) -> Reply:
         """Send a request of this session (on the transfer thread)."""

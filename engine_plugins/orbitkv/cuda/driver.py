@@ -136,6 +136,9 @@ class Driver(Protocol):
     def read(self, destination: int, source: int, size: int) -> None:
         """Copy device memory to host memory and wait for it."""
 
+    def write(self, destination: int, source: int, size: int) -> None:
+        """Copy host memory to device memory; done when a `read` after it is."""
+
 
 class _Attributes(ctypes.Structure):
     """`CUmemcpyAttributes`."""
@@ -194,6 +197,7 @@ _FUNCTIONS: Final[dict[str, tuple[Any, ...]]] = {
     "cuMemcpyHtoDAsync_v2": (_U64, _POINTER, _SIZE, _POINTER),
     "cuMemcpyDtoHAsync_v2": (_POINTER, _U64, _SIZE, _POINTER),
     "cuMemcpyDtoH_v2": (_POINTER, _U64, _SIZE),
+    "cuMemcpyHtoD_v2": (_U64, _POINTER, _SIZE),
 }
 _OPTIONAL: Final[dict[str, tuple[Any, ...]]] = {
     "cuMemcpyBatchAsync_v2": (_POINTER, _POINTER, _POINTER, _SIZE, _POINTER, _POINTER, _SIZE, _POINTER),
@@ -412,3 +416,7 @@ class LibCuda:
     def read(self, destination: int, source: int, size: int) -> None:
         """See `Driver`."""
         self._call("cuMemcpyDtoH_v2", destination, source, size)
+
+    def write(self, destination: int, source: int, size: int) -> None:
+        """See `Driver`."""
+        self._call("cuMemcpyHtoD_v2", destination, source, size)

@@ -267,6 +267,26 @@ class Registered(Message, tag=13):
     page_bytes: list[int]
 
 
+class Challenge(Message, tag=19):
+    """Answers `Register` where the agent would write to memory that it opened by a handle: first the process shows that
+    it may write there itself, because a handle says nothing about who shows it.
+
+    It writes `values[i]` at byte `places[i][1]` of the allocation `places[i][0]`, waits until that is done, and sends
+    `ChallengeMet`, which is answered as `Register` would have been. The places lie in the first block, in which nothing
+    is computed meanwhile; what was there may be put back after the answer.
+    """
+
+    challenge: int
+    places: list[tuple[int, int]]
+    values: list[bytes]
+
+
+class ChallengeMet(Message, tag=9):
+    """The values of a challenge are in place."""
+
+    challenge: int
+
+
 class Unregister(Message, tag=14):
     """Retire a registration. Its accepted copies drain first."""
 
@@ -516,11 +536,11 @@ class ConfigureNamespace(Message, tag=62):
 
 
 Request = (
-    Hello | Ping | Goodbye | RenewToken | EngineReport | AttachInstance | Register | Unregister | ProofReport
-    | ResetInstance | Query | PollQuery | CancelQuery | Release | StartRestore | RestoreDone | SubmitSaves | CommitSave
-    | MapArenas | SyncArenas | TakeEvents | GetStatus | ConfigureNamespace
+    Hello | Ping | Goodbye | RenewToken | EngineReport | AttachInstance | Register | ChallengeMet | Unregister
+    | ProofReport | ResetInstance | Query | PollQuery | CancelQuery | Release | StartRestore | RestoreDone | SubmitSaves
+    | CommitSave | MapArenas | SyncArenas | TakeEvents | GetStatus | ConfigureNamespace
 )  # fmt: skip
 Reply = (
-    Welcome | Refusal | Done | Pong | InstanceState | Registered | ResetDone | Loading | Ready | Nothing | RestorePlan
-    | SavesAccepted | Arenas | RetiredArenas | Events | Status
+    Welcome | Refusal | Done | Pong | InstanceState | Registered | Challenge | ResetDone | Loading | Ready | Nothing
+    | RestorePlan | SavesAccepted | Arenas | RetiredArenas | Events | Status
 )  # fmt: skip

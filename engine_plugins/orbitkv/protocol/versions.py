@@ -22,8 +22,9 @@ class VersionRange(NamedTuple):
 RELEASE = "0.1.0"
 """Version of this distribution, for people; the ranges below decide."""
 
-MESSAGES = VersionRange(1, 1)
-"""Layout and meaning of the messages of `messages.py`."""
+MESSAGES = VersionRange(1, 2)
+"""Layout and meaning of the messages of `messages.py`. From version 2 on a registration of GPU memory is answered with
+a `Challenge` first."""
 
 RECORDS = VersionRange(1, 1)
 """Layout of the shared completion records of `records.py`."""

@@ -49,6 +49,11 @@ def test_telling_never_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "could not be told: ORBITKV_PORT" in tell_agent("vllm 0.32.0", OFF)
 
 
+def test_every_reason_is_in_the_documentation() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "vllm.md").read_text()
+    assert [reason for reason in OffReason if f"| `{reason}` |" not in page] == []
+
+
 def test_the_entry_points_need_nothing_but_the_standard_library() -> None:
     code = (
         "import sys; sys.modules['msgspec'] = sys.modules['numpy'] = None\n"

@@ -28,6 +28,7 @@ OURS: dict[str, Any] = {
     "kv_connector": CONNECTOR,
     "kv_connector_module_path": "orbitkv.vllm",  # so that it is found whether or not the entry points are loaded there
     "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute",
 }
 _WRAPPED = "_orbitkv"
 
@@ -107,7 +108,7 @@ def choose(engine_args: Any, environ: Mapping[str, str]) -> dict[str, Any] | Non
         )
     given = getattr(engine_args, "kv_transfer_config", None)
     if given is None:
-        return {**OURS, "kv_load_failure_policy": "recompute"}
+        return dict(OURS)
     fields = _fields(given)
     if CONNECTOR in connectors_of(fields):
         return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,10 @@ from orbitkv_agent.sessions.errors import Refused
 if TYPE_CHECKING:
     from orbitkv_agent.sessions.instances import Registration
     from orbitkv_agent.sessions.session import Session
+
+
+PROOF_BYTES: Final = 16
+"""What a process writes to show that it may: enough that nobody guesses it."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,19 @@ class Device(Protocol):
     def open(self, session: Session, message: Register, opened: Callable[[object | Refused], None]) -> None:
         """Get access to the memory of a checked registration; `opened` is called once, perhaps at once, with what
         becomes `Registration.memory` or with the refusal."""
+
+    def places_to_prove(self, message: Register) -> Sequence[tuple[int, int]]:
+        """Where a process shows that it may write what it registers: (allocation, byte in it), `PROOF_BYTES` at each.
+        None where nothing is opened by a handle.
+
+        Raises:
+            Refused: UNSUPPORTED, some of it cannot be shown.
+        """
+
+    def prove(
+        self, memory: object, places: Sequence[tuple[int, int]], values: Sequence[bytes], proven: Callable[[bool], None]
+    ) -> None:
+        """Read what is at these places, and say whether it is these values. `proven` is called once, perhaps later."""
 
     def close(self, memory: object) -> None:
         """Give access up. No copy runs on it."""

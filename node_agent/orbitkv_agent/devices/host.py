@@ -45,6 +45,16 @@ class HostDevice:
         """There is nothing to open: the bytes stay in the engine's process."""
         opened(None)
 
+    def places_to_prove(self, message: Register) -> Sequence[tuple[int, int]]:
+        """There are no handles."""
+        return ()
+
+    def prove(
+        self, memory: object, places: Sequence[tuple[int, int]], values: Sequence[bytes], proven: Callable[[bool], None]
+    ) -> None:
+        """There is nothing to prove."""
+        proven(True)
+
     def close(self, memory: object) -> None:
         """There is nothing to close."""
 

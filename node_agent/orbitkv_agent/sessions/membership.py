@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import logging
+import secrets
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from orbitkv.protocol.errors import ErrorKind
 from orbitkv.protocol.messages import (
     AttachInstance,
+    Challenge,
+    ChallengeMet,
     Done,
     InstanceState,
     ProofReport,
@@ -19,6 +24,7 @@ from orbitkv.protocol.messages import (
     ResetInstance,
     Unregister,
 )
+from orbitkv_agent.devices.base import PROOF_BYTES
 from orbitkv_agent.guards import guard
 from orbitkv_agent.loop import Loop
 from orbitkv_agent.observe.counters import Counters
@@ -42,6 +48,20 @@ MAX_REGISTRATIONS: Final = 64
 """Of one session."""
 MAX_INSTANCES: Final = 64
 """That one session may attach."""
+CHALLENGES: Final = 2
+"""Version of the messages from which on clients know `Challenge`."""
+
+
+@dataclass(frozen=True)
+class _Claim:
+    """A registration whose memory is opened, and what the worker has to write there to show that it may."""
+
+    session: Session
+    message: Register
+    layout: WorkerLayout
+    memory: object
+    places: Sequence[tuple[int, int]]
+    values: Sequence[bytes]
 
 
 class Membership:
@@ -68,6 +88,7 @@ class Membership:
         self._registrations: dict[int, Registration] = {}
         self.registered_bytes: Counter[str] = Counter()
         self._unanswered: dict[int, tuple[Registration, int, Registered]] = {}
+        self._claims: dict[int, _Claim] = {}
 
     # -------------------------------------------------------------------------------------------- requests
 
@@ -95,23 +116,68 @@ class Membership:
             handles=device.copier is not None,
             max_page_bytes=device.max_page_bytes,
         )
+        places = device.places_to_prove(message) if guard("own-memory") else ()
+        proves = session.messages_version >= CHALLENGES
+        if places and not proves and not session.trusted:
+            raise Refused(
+                ErrorKind.INCOMPATIBLE,
+                "version-mismatch: this release of the plugin cannot show that GPU memory is its own; use a newer one",
+            )
 
         def opened(memory: object | Refused) -> None:
             if isinstance(memory, Refused):
                 session.refuse(sequence, memory)
                 return
-            try:
-                if not session.is_open:
-                    raise stale("the session ended while the memory of its worker was opened")
-                reply = self._join(session, sequence, message, layout, memory)
-            except Refused as error:
-                device.close(memory)
-                session.refuse(sequence, error)
+            values = [secrets.token_bytes(PROOF_BYTES) for _ in places]
+            claim = _Claim(session, message, layout, memory, places, values)
+            if places and proves:
+                self._challenge(session, sequence, claim)
             else:
-                if reply is not None:
-                    session.reply(sequence, reply)
+                self._admit(session, sequence, claim)
 
         device.open(session, message, opened)
+
+    def _challenge(self, session: Session, sequence: int, claim: _Claim) -> None:
+        if not session.is_open or len(session.registrations) + self._claims_of(session) >= MAX_REGISTRATIONS:
+            self._device.close(claim.memory)
+            session.refuse(sequence, Refused(ErrorKind.BUSY, f"at most {MAX_REGISTRATIONS} registrations a session"))
+            return
+        number = next(self._numbers)
+        self._claims[number] = claim
+        session.reply(sequence, Challenge(number, list(claim.places), list(claim.values)))
+
+    def _claims_of(self, session: Session) -> int:
+        return sum(claim.session is session for claim in self._claims.values())
+
+    def challenge_met(self, session: Session, sequence: int, message: ChallengeMet) -> None:
+        """The worker says that it wrote what it was told to: look, before anything is ever written there."""
+        claim = self._claims.get(message.challenge)
+        if claim is None or not is_own(claim.session, session):
+            raise stale(f"unknown-challenge: {message.challenge} was not asked of this session; register again")
+        del self._claims[message.challenge]
+
+        def looked(proven: bool) -> None:
+            if proven:
+                self._admit(session, sequence, claim)
+                return
+            self._device.close(claim.memory)
+            logger.error("%s registered memory that it cannot write: it is refused", session)
+            text = "not-owner: the memory does not hold what this process should have written there: it is not its own"
+            session.refuse(sequence, Refused(ErrorKind.DENIED, text))
+
+        self._device.prove(claim.memory, claim.places, claim.values, looked)
+
+    def _admit(self, session: Session, sequence: int, claim: _Claim) -> None:
+        try:
+            if not session.is_open:
+                raise stale("the session ended while the memory of its worker was opened")
+            reply = self._join(session, sequence, claim.message, claim.layout, claim.memory)
+        except Refused as error:
+            self._device.close(claim.memory)
+            session.refuse(sequence, error)
+        else:
+            if reply is not None:
+                session.reply(sequence, reply)
 
     def _join(
         self, session: Session, sequence: int, message: Register, layout: WorkerLayout, memory: object
@@ -243,6 +309,8 @@ class Membership:
 
     def end_stream(self, session: Session) -> None:
         """A session that ended takes part in nothing any more."""
+        for number in [number for number, claim in self._claims.items() if claim.session is session]:
+            self._device.close(self._claims.pop(number).memory)
         for registration in list(session.registrations.values()):
             self._retire(registration)
         for instance in self._instances:

@@ -381,6 +381,8 @@ class Server(SessionEvents):
             self._silent.add(session)
         records = session.open(grant.namespace, hello.client[:_CLIENT_NAME_LENGTH])
         session.administrator = grant.administrator
+        session.messages_version = versions[0]
+        session.trusted = self._config.cluster is None
         config = self._config
         session.reply(
             sequence,

@@ -21,6 +21,7 @@ from orbitkv.protocol import framing
 from orbitkv.protocol.errors import ErrorKind
 from orbitkv.protocol.messages import Refusal, Reply
 from orbitkv.protocol.records import Header, RecordWriter
+from orbitkv.protocol.versions import MESSAGES
 from orbitkv_agent.guards import guard
 from orbitkv_agent.loop import Loop
 from orbitkv_agent.sessions.errors import Refused, bad_frame
@@ -76,6 +77,8 @@ class Session:
         namespace: cache namespace, once `open`.
         administrator: it may ask for the agent's state, once `open`.
         client: the client's own name, for people.
+        messages_version: of the protocol, once `open`.
+        trusted: it may open memory by a handle without showing that it may write there.
         records, hint_fd: shared with the client, once `open`.
         operations: query operations by the client's number.
         registrations, saves, restores: by the agent's number.
@@ -93,6 +96,8 @@ class Session:
         self.namespace: str | None = None
         self.administrator = False
         self.client = ""
+        self.messages_version = MESSAGES.lowest
+        self.trusted = True
         self.records: RecordWriter | None = None
         self.hint_fd = -1
         self.operations: dict[int, QueryOperation] = {}

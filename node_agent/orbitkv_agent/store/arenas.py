@@ -47,8 +47,9 @@ class Arena:
     """One memfd of `size` bytes that belongs to one cache namespace for its whole life.
 
     It is sealed against shrinking and growing, so whoever maps it cannot be made to fault by whoever holds it. It takes
-    pages once it is `ready` and not `draining`, and is `fresh` until it had one. `owners[unit]` is the entry whose page
-    starts at that unit, 0 for none.
+    pages once it is `ready` and neither `draining` nor `exposed`, and is `fresh` until it had one. `owners[unit]` is
+    the entry whose page starts at that unit, 0 for none. `exposed`: somebody may hold it who may not use the namespace
+    any more; what was passed cannot be taken back, so it is emptied and dropped.
     """
 
     def __init__(self, arena_id: int, namespace: str, size: int) -> None:
@@ -59,6 +60,7 @@ class Arena:
         self.owners: npt.NDArray[np.int32] = lazy_zeros(self.allocator.capacity, np.int32)
         self.ready = False
         self.draining = False
+        self.exposed = False
         self.fresh = True
         self.address = 0
         """Where it is mapped in this process, 0 when it is not."""
@@ -78,7 +80,7 @@ class Arena:
     @property
     def allocatable(self) -> bool:
         """Whether new pages may be placed here."""
-        return self.ready and not self.draining
+        return self.ready and not self.draining and not self.exposed
 
 
 class _Worker:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 
 import numpy as np
 import numpy.typing as npt
@@ -402,6 +402,14 @@ class PageCache:
             start += pages
 
     # ---- upkeep
+
+    def expose(self, arena_ids: Iterable[int]) -> None:
+        """Somebody may hold these arenas who may not use their namespace any more: they take no new page, and
+        `reclaim_step` empties and drops them."""
+        for arena_id in arena_ids:
+            arena = self.arenas.get(arena_id)
+            if arena is not None:
+                self._reclaimer.expose(arena)
 
     def reclaim_step(self) -> bool:
         """Do a bounded piece of pending upkeep; whether to call again soon. Call it when the loop is idle, and when

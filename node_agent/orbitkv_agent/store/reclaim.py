@@ -53,6 +53,7 @@ class Reclaimer:
         self._emptying: Arena | None = None
         self._emptying_unit = 0  # where the next step goes on
         self._fruitless_units = 0  # examined since the last entry that could be released
+        self._exposed: dict[Arena, None] = {}
 
     # ---- for a reservation
 
@@ -91,6 +92,11 @@ class Reclaimer:
     def sweep(self) -> None:
         """Entries of a key space that was dropped are to be found and released by the next steps."""
         self._sweep_row = 1
+
+    def expose(self, arena: Arena) -> None:
+        """Somebody may hold this arena who may not use its namespace any more: the next steps empty and drop it."""
+        arena.exposed = True
+        self._exposed[arena] = None
 
     def _within_quota(self, namespace: Namespace, count: int, units: int) -> tuple[int, str]:
         if namespace.quota_bytes is None:
@@ -160,6 +166,8 @@ class Reclaimer:
         if self._sweep_row:
             self._sweep_rows()
             return True
+        if self._exposed and self._empty_exposed():
+            return True
         for namespace in self._namespaces.values():
             if namespace.over_quota_bytes and self._evict(namespace, -(-namespace.over_quota_bytes // UNIT_BYTES)):
                 return True
@@ -169,6 +177,25 @@ class Reclaimer:
                 else:
                     self.prepare(namespace)
         return bool(self._wanting) and self._pass_arena_on()
+
+    def _empty_exposed(self) -> bool:
+        """One step of emptying exposed arenas; whether there was progress. What is in use goes when that ends."""
+        progress = False
+        for arena in list(self._exposed):
+            if self._arenas.get(arena.id) is arena and arena.ready:
+                entries = distinct(arena.owners[np.flatnonzero(arena.owners)].astype(np.int64))
+                entries = entries[self._residency.idle(entries)][:MAX_BATCH]
+                if len(entries):
+                    self._residency.release(entries, evicted=True)
+                    progress = True
+                if arena.allocator.used:
+                    continue
+                self._arenas.drop(arena)
+                progress = True
+            elif self._arenas.get(arena.id) is arena:
+                continue  # it is being made, and then it is dropped
+            del self._exposed[arena]
+        return progress
 
     def _sweep_rows(self) -> None:
         table, index = self._residency.entries, self._residency.index

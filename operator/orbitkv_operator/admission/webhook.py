@@ -74,6 +74,7 @@ class Webhook:
 
     def __init__(self, settings: Settings, client: Any) -> None:
         self._settings = settings
+        self._version = version("orbitkv")
         self._api: Api = KubernetesApi(client)
         self._stop = threading.Event()
         self._failure = ""
@@ -120,7 +121,7 @@ class Webhook:
         settings, findings = self._settings, self._findings
         cluster = self._view.namespace(CLUSTER_NAMESPACE)
         return Rules(
-            version=version("orbitkv"),
+            version=self._version,
             payload_image=settings.payload_image,
             audience=names.engine_audience(cluster.uid if cluster else ""),
             pull_policy=settings.payload_pull_policy,

@@ -101,7 +101,7 @@ def _decided(cluster: Cluster, manifest: Manifest, pod: EnginePod) -> Iterator[F
 
 
 def _missed(cluster: Cluster, manifest: Manifest, pod: EnginePod) -> Iterator[Finding]:
-    if pod.namespace in ("kube-system", cluster.system()):
+    if pod.namespace in ("kube-system", _system(cluster)):
         yield problem(
             "Injection",
             f"The pod asks for a cache, and the webhook leaves out namespace {pod.namespace}.",
@@ -114,6 +114,16 @@ def _missed(cluster: Cluster, manifest: Manifest, pod: EnginePod) -> Iterator[Fi
         "Delete the pod, so that it is made anew.",
     )
     yield _made_anew(cluster, manifest)
+
+
+def _system(cluster: Cluster) -> str:
+    """Return the namespace of the installation; "" also where one's rights do not reach to it."""
+    try:
+        return cluster.system()
+    except ApiError as error:
+        if error.status != 403:
+            raise
+        return ""
 
 
 def _made_anew(cluster: Cluster, manifest: Manifest) -> Finding:
@@ -279,9 +289,15 @@ def _tokens(entry: Mapping[str, Any]) -> str:
 
 
 def _latest_event(cluster: Cluster, pod: EnginePod) -> Manifest | None:
+    try:
+        everything = cluster.all(EVENTS, pod.namespace)
+    except ApiError as error:
+        if error.status != 403:
+            raise
+        return None
     events = [
         event
-        for event in cluster.all(EVENTS, pod.namespace)
+        for event in everything
         if event.get("reportingController") == CONTROLLER
         and (event.get("regarding") or {}).get("uid") == pod.uid
         and event.get("reason") in _ATTACHED

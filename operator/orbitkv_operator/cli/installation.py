@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
+from functools import cache
 from importlib.metadata import version
 from typing import Any, Final
 
 from orbitkv_crds import names
+from orbitkv_crds.schema import crds
 from orbitkv_operator.certificates import CertificateError, read
 from orbitkv_operator.cli.cluster import Cluster
 from orbitkv_operator.cli.findings import Finding, info, ok, problem, sentence, warning
@@ -66,12 +68,15 @@ def definitions(cluster: Cluster) -> Iterator[Finding]:
 
 def _lacks(found: Manifest, kind: Resource) -> str:
     """Return a field of this release's schema that a definition lacks, or ""."""
-    from orbitkv_crds.schema import crds
-
-    ours = next(it for it in crds() if it["spec"]["names"]["kind"] == kind.kind)
+    ours = next(it for it in _definitions() if it["spec"]["names"]["kind"] == kind.kind)
     mine = ours["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]
     theirs = found["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]
     return next((f"{part}.{path}" for part in ("spec", "status") for path in _missing(mine[part], theirs[part])), "")
+
+
+@cache
+def _definitions() -> list[dict[str, Any]]:
+    return crds()
 
 
 def _missing(mine: dict[str, Any], theirs: dict[str, Any]) -> Iterator[str]:

@@ -57,12 +57,12 @@ class _Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code. `--help` and a wrong command line end with SystemExit instead."""
     options = _parser().parse_args(arguments)
+    namespace, name = _pod_name(options) if options.command == "explain" else ("", "")
     logging.getLogger().addHandler(logging.NullHandler())  # what goes wrong is said below, once
     try:
         api = _connect(options.kubeconfig)
         if options.command == "doctor":
             return run_doctor(api, options.system_namespace, options.json)
-        namespace, _, name = _pod_name(options).partition("/")
         return run_explain(api, options.system_namespace, namespace, name, options.json)
     except (ApiError, NoSuchPodError, _NoClusterError) as error:
         print(f"orbitkv: {error}", file=sys.stderr)
@@ -89,7 +89,8 @@ def run_explain(api: Api, system: str, namespace: str, name: str, as_object: boo
         print(json.dumps(as_json(findings, pod=f"{namespace}/{name}", usesCache=uses), indent=2))
     else:
         print(render(findings))
-        print(f"\nPod {namespace}/{name} {'uses its cache' if uses else 'does not use a cache'}.")
+        yet = " yet" if findings[-1].level is Level.INFO else ""
+        print(f"\nPod {namespace}/{name} {'uses its cache' if uses else f'does not use a cache{yet}'}.")
     return OK if uses else PROBLEMS
 
 
@@ -104,23 +105,20 @@ def _connect(kubeconfig: str | None) -> Api:
 
     try:
         return KubernetesApi(load_client(kubeconfig))
+    except (AttributeError, TypeError, ValueError):  # what a file that is no kubeconfig makes the library raise
+        file = kubeconfig or "the kubeconfig"
+        raise _NoClusterError(f"no cluster can be reached: {file} is no kubeconfig") from None
     except (ConfigException, OSError) as error:
         raise _NoClusterError(f"no cluster can be reached: {error} (--kubeconfig or $KUBECONFIG names one)") from None
 
 
-def _pod_name(options: argparse.Namespace) -> str:
-    name = str(options.name)
-    if "/" in name:
-        return name
-    if options.namespace:
-        return f"{options.namespace}/{name}"
-    _explain_parser(options).error("name the pod as NAMESPACE/NAME, or its namespace with -n")
-    raise AssertionError("the parser has ended the program")
-
-
-def _explain_parser(options: argparse.Namespace) -> _Parser:
-    parser: _Parser = options.parser
-    return parser
+def _pod_name(options: argparse.Namespace) -> tuple[str, str]:
+    before, slash, after = str(options.name).partition("/")
+    namespace, name = (before, after) if slash else (options.namespace, before)
+    if not namespace or not name:
+        parser: _Parser = options.parser
+        parser.error("name the pod as NAMESPACE/NAME, or its namespace with -n")
+    return namespace, name
 
 
 def _parser() -> _Parser:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Final
+
+from pydantic import ValidationError
 
 from orbitkv_crds import names
+from orbitkv_crds.managerpool import ManagerPool
+from orbitkv_crds.model import describe_errors
 from orbitkv_crds.stamps import is_stamped, read_injected, read_skip
 from orbitkv_operator.cli.cluster import Cluster, condition, full_name, pool_of
 from orbitkv_operator.cli.findings import Finding, info, ok, problem, sentence, warning
@@ -19,19 +23,12 @@ from orbitkv_operator.cluster.api import (
     Manifest,
 )
 from orbitkv_operator.engines.probe import probe_pod
+from orbitkv_operator.gpu import AWAY, Obstacle, find_route, runtime_class_name
 
 MOST: Final = 50
 """Objects of one kind that are named; of more there is a count."""
 GPU_LABEL: Final = "nvidia.com/gpu.present"
-UPGRADE_LABEL: Final = "nvidia.com/gpu-driver-upgrade-state"
-UPGRADES: Final = (
-    "upgrade-required",
-    "cordon-required",
-    "pod-deletion-required",
-    "drain-required",
-    "pod-restart-required",
-)
-_PULL_SECRETS: Final = "ORBITKV_WEBHOOK_PULL_SECRETS"
+_PULL_SECRETS: Final = "ORBITKV_WEBHOOK_PAYLOAD_PULL_SECRETS"
 
 
 def pools(cluster: Cluster) -> Iterator[Finding]:
@@ -95,31 +92,25 @@ def gpus(cluster: Cluster) -> Iterator[Finding]:
     else:
         yield ok("GPUs", f"{len(labelled)} of {len(nodes)} nodes are labelled {GPU_LABEL}: true.")
     for node in labelled:
-        state = (node["metadata"].get("labels") or {}).get(UPGRADE_LABEL)
-        if state in UPGRADES:
-            yield info(
-                f"Node {node['metadata']['name']}", f"Its GPU driver is being upgraded ({state}): no agent runs."
-            )
-    for pool in wanting:
-        gpu: dict[str, Any] = pool["spec"].get("gpu") or {}
-        access = gpu.get("access", "auto")
-        about, wanted = f"ManagerPool {pool['metadata']['name']}", gpu.get("runtimeClassName") or "nvidia"
-        there = cluster.get(RUNTIME_CLASSES, None, wanted) is not None
-        if access in ("runtimeClass", "runtimeClassCDI") and not there:
+        labels = node["metadata"].get("labels") or {}
+        for label, values in AWAY:
+            if labels.get(label) in values:
+                yield info(f"Node {node['metadata']['name']}", f"{label} is {labels[label]}: no agent runs meanwhile.")
+    for manifest in wanting:
+        about = f"ManagerPool {manifest['metadata']['name']}"
+        try:
+            pool = ManagerPool.model_validate(manifest)
+        except ValidationError as error:
+            yield problem(about, f"It cannot be read: {describe_errors(error)}", "Correct it, or upgrade the chart.")
+            continue
+        found = find_route(pool, cluster.get(RUNTIME_CLASSES, None, runtime_class_name(pool)), labelled)
+        if isinstance(found, Obstacle):
             yield problem(
-                about,
-                f"gpu.access is {access}, and there is no RuntimeClass {wanted}.",
-                "Install NVIDIA's GPU operator or container toolkit, or set gpu.runtimeClassName or gpu.access.",
+                about, f"{found.reason}: {found.message}", "See the page on Kubernetes, the ways to the GPUs."
             )
-        elif access == "dra" and cluster.api.server_version() < (1, 34):
-            yield problem(about, "gpu.access is dra, which needs Kubernetes 1.34.", "Set another gpu.access.")
-        elif access == "auto":
-            route = (
-                f"RuntimeClass {wanted}"
-                if there
-                else f"the nodes' default runtime, as there is no RuntimeClass {wanted}"
-            )
-            yield info(about, f"gpu.access is auto: it goes by {route}.")
+        else:
+            by = f" (RuntimeClass {found.runtime_class})" if found.runtime_class else ""
+            yield ok(about, f"Its agents get at GPUs by {found.name}{by}.")
 
 
 def caches(cluster: Cluster) -> Iterator[Finding]:

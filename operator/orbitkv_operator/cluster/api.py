@@ -255,7 +255,9 @@ class KubernetesApi:
         query = {"limit": str(PAGE)} | ({"labelSelector": labels} if labels else {})
         while True:
             page = self._ask(resource, "list", "GET", resource.path(namespace), query, accept=accept)
-            yield from page.get("items") or ()  # the apiserver writes an empty list of metadata as null
+            for item in page.get("items") or ():  # the apiserver writes an empty list of metadata as null
+                item["metadata"].pop("managedFields", None)  # most of it, and nobody asks for them
+                yield item
             following = page["metadata"].get("continue")
             if not following:
                 return
@@ -279,9 +281,9 @@ class KubernetesApi:
         try:
             answer = self._request(method, path, query or {}, body, content_type, accept)
         except ApiError as failed:
-            if failed.status == 403:
+            if _lacks_a_right(failed):
                 self._forbidden[what] = (time.monotonic(), failed)
-            if failed.status in (0, 403):
+            if failed.status == 0 or _lacks_a_right(failed):
                 self._report(what, failed)
             raise
         if error is not None:
@@ -324,6 +326,11 @@ class KubernetesApi:
             raise _refusal(method, path, answer.status, answer.data, answer.headers.get("Retry-After"))
         found: Manifest = json.loads(answer.data)
         return found
+
+
+def _lacks_a_right(error: ApiError) -> bool:
+    """Whether a request was refused for want of a right. (403 is also what admission answers, for one object.)"""
+    return error.status == 403 and 'User "' in str(error)
 
 
 def _refusal(method: str, path: str, status: int, body: bytes, retry_after: str | None) -> ApiError:

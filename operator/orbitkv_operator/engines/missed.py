@@ -19,7 +19,6 @@ from orbitkv_operator.view import Name, name_of
 
 logger = logging.getLogger(__name__)
 
-SWEEP_SECONDS: Final = 300.0
 AGAIN_SECONDS: Final = 3300.0
 """After this time it is said again: the cluster forgets events after an hour."""
 MOST: Final = 200

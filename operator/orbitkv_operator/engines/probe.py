@@ -16,7 +16,6 @@ from orbitkv_operator.cluster.api import PODS, Api, Manifest
 
 logger = logging.getLogger(__name__)
 
-PROBE_SECONDS: Final = 60.0
 PROBE_NAME: Final = "orbitkv-webhook-probe"
 
 

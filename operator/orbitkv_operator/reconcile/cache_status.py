@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Final
 
-from orbitkv_crds.agent_api.reports_pb2 import CacheNamespace as CacheReport
 from orbitkv_crds.agent_api.reports_pb2 import VISIT_STATE_ATTACHED, PodVisit
+from orbitkv_crds.agent_api.reports_pb2 import CacheNamespace as CacheReport
 from orbitkv_crds.cachenamespace import (
     Attached,
     AttachedPod,

@@ -19,8 +19,6 @@ from orbitkv_operator.reports.store import ReportStore
 from orbitkv_operator.view import Name, View
 from orbitkv_operator.work import FORGET
 
-PATIENCE_SECONDS: Final = 300.0
-"""How long a pod may be ready without being attached before it counts as running without the cache."""
 RECENT_SECONDS: Final = 600.0
 """What happened longer ago is not told any more, after another replica has begun to act."""
 AGAIN_SECONDS: Final = 3600.0
@@ -79,6 +77,8 @@ class PodReconciler:
     events: Events
     changed: Callable[[str], None]
     """Called with a CacheNamespace (`namespace/name`) when the pods that run without it are others than before."""
+    patience: float = 300.0
+    """Seconds that a pod may be ready without being attached before it counts as running without the cache."""
     clock: Callable[[], float] = time.time
     _turns: Turns = field(default_factory=Turns)
     _known: dict[Name, _Known] = field(default_factory=dict)
@@ -150,7 +150,7 @@ class PodReconciler:
         if pod.ready_since is None or not self.reports.settled:
             # not ready: the engine may still load its model, and attaches when it has
             return None
-        patience = max(pod.ready_since, known.attached) + PATIENCE_SECONDS - now
+        patience = max(pod.ready_since, known.attached) + self.patience - now
         if patience > 0:
             return patience
         self._without(pod.namespace, pod.name, pod.cache, (found.reason, found.message))

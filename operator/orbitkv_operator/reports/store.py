@@ -75,11 +75,10 @@ class ReportStore:
         """Return the fresh reports of agents on a node."""
         now = self.clock()
         with self._lock:
-            return [
-                report
-                for (_, name), (at, report) in sorted(self._reports.items())
-                if name == node and now - at <= FRESH
+            found = [
+                report for (_, name), (at, report) in self._reports.items() if name == node and now - at <= FRESH
             ]
+        return sorted(found, key=lambda report: report.pool)
 
     def _forget_visits(self, report: Report) -> None:
         for visit in report.pods:

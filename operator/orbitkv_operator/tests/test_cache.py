@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from orbitkv_crds.agent_api.reports_pb2 import CacheNamespace as CacheReport
 from orbitkv_crds.agent_api.reports_pb2 import (
     VISIT_STATE_ATTACHED,
     VISIT_STATE_CONNECTED,
@@ -15,6 +14,7 @@ from orbitkv_crds.agent_api.reports_pb2 import (
     Report,
     Tier,
 )
+from orbitkv_crds.agent_api.reports_pb2 import CacheNamespace as CacheReport
 from orbitkv_crds.guarantees import decide
 from orbitkv_operator.cluster.api import CACHES, NAMESPACES, POOLS, Manifest
 from orbitkv_operator.engines.pods import EnginePods, Without

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,11 +14,12 @@ from orbitkv_operator.cluster.api import CACHES, ENGINE_PODS, EVENTS, PODS, POOL
 from orbitkv_operator.engines.missed import MOST, Sweep, is_missed
 from orbitkv_operator.engines.pods import EnginePod, EnginePods, Without
 from orbitkv_operator.engines.probe import Probe
+from orbitkv_operator.engines.verdict import CAUSES
 from orbitkv_operator.events import Events
 from orbitkv_operator.metrics import Metrics
 from orbitkv_operator.queue import KeyedQueue
 from orbitkv_operator.reconcile import pod as pod_module
-from orbitkv_operator.reconcile.pod import PATIENCE_SECONDS, PodReconciler, Turns
+from orbitkv_operator.reconcile.pod import PodReconciler, Turns
 from orbitkv_operator.reports.store import FRESH, INTERVAL, ReportStore
 from orbitkv_operator.router import Router
 from orbitkv_operator.tests.fakes import RELEASE, FakeApi, cache_body, pool_body
@@ -27,6 +29,7 @@ from orbitkv_operator.work import FORGET
 START = 1_790_000_000.0
 """When the tests begin (seconds since the epoch)."""
 CACHE = "team/one"
+PATIENCE = 300.0
 
 
 def at(seconds: float) -> str:
@@ -212,7 +215,7 @@ def test_pod_that_ends_is_named_no_more(world: World) -> None:
 
 def test_ready_pod_is_given_five_minutes(world: World) -> None:
     world.show(pod_body(ready=START))
-    world.after(PATIENCE_SECONDS - 60)
+    world.after(PATIENCE - 60)
     again = world.look()
     assert again is not None and 0 < again <= 60
     assert world.reasons() == ["CacheInjected"]
@@ -224,7 +227,7 @@ def test_ready_pod_is_given_five_minutes(world: World) -> None:
 
 def test_pod_that_is_not_ready_is_left_in_peace(world: World) -> None:
     world.show(pod_body())
-    world.after(4 * PATIENCE_SECONDS)
+    world.after(4 * PATIENCE)
     world.look()
     assert "CacheNotAttached" not in world.reasons()
 
@@ -242,7 +245,7 @@ def test_new_leader_waits_for_the_agents_before_it_says_that_a_pod_is_not_attach
 def test_what_still_holds_after_an_hour_is_said_again(world: World) -> None:
     world.show(pod_body(ready=START))
     for _ in range(3):
-        world.after(PATIENCE_SECONDS)
+        world.after(PATIENCE)
         world.look()
     assert world.reasons().count("CacheNotAttached") == 1
     world.after(pod_module.AGAIN_SECONDS)
@@ -283,7 +286,7 @@ def test_likely_cause_is_named(world: World, change: str, reason: str, words: st
     elif change == "left":
         world.visit(pb.VISIT_STATE_LEFT)
     if change == "no agent":
-        world.now += PATIENCE_SECONDS + 60
+        world.now += PATIENCE + 60
     else:
         for _ in range(30):
             world.now += INTERVAL
@@ -303,9 +306,14 @@ def test_guarantee_that_does_not_fit_keeps_nobody_out(world: World) -> None:
     }
     world.view.put(CACHES, cache_body() | {"status": {"conditions": [refused]}})
     world.show(pod_body(ready=START))
-    world.after(PATIENCE_SECONDS)
+    world.after(PATIENCE)
     world.look()
     assert [it.reason for it in world.pods.without(CACHE)] == ["never-came"]
+
+
+def test_every_cause_is_explained_on_the_page() -> None:
+    page = (Path(__file__).resolve().parents[3] / "docs" / "kubernetes.md").read_text()
+    assert [cause for cause in CAUSES if f"`{cause}`" not in page] == []
 
 
 # ----------------------------------------------------------------------------------------------- a change of leader
@@ -325,6 +333,22 @@ def test_thousands_of_pods_are_told_in_turns() -> None:
     assert first[0] == 0 and first[-1] == pytest.approx(2.9)
     assert turns.wait("pod-29", now + 1) == pytest.approx(1.9)
     assert turns.wait("pod-29", now + 3) == 0
+
+
+def test_agent_that_fell_silent_has_no_word_any_more(world: World) -> None:
+    world.visit(pb.VISIT_STATE_ATTACHED)
+    assert world.reports.visit("uid-of-engine") is not None and world.reports.of_node("node-a")
+    world.now += FRESH + 1
+    assert world.reports.visit("uid-of-engine") is None and not world.reports.of_node("node-a")
+
+
+def test_detached_pod_without_an_agent_is_told_after_the_agent_fell_silent(world: World) -> None:
+    world.show(pod_body(ready=START))
+    world.visit(pb.VISIT_STATE_ATTACHED)
+    world.look()
+    world.now += FRESH + 1
+    world.look()
+    assert world.reasons()[-1] == "CacheDetached" and "agent-absent" in world.told()[-1][1]
 
 
 # ------------------------------------------------------------------------------------------------------------- routes

@@ -151,11 +151,12 @@ def test_event_that_cannot_be_posted_stops_nothing(caplog: pytest.LogCaptureFixt
 class Apiserver(BaseHTTPRequestHandler):
     requests: ClassVar[list[str]] = []
     status = 200
+    message = 'managerpools is forbidden: User "me" cannot list resource "managerpools"'
     pages: ClassVar[list[dict[str, Any]]] = []
 
     def do_GET(self) -> None:
         type(self).requests.append(self.path)
-        body: dict[str, Any] = {"message": "managerpools is forbidden"}
+        body: dict[str, Any] = {"message": self.message}
         if self.status == 200:
             body = self.pages[min(len(self.requests), len(self.pages)) - 1]
         text = json.dumps(body).encode()
@@ -194,6 +195,16 @@ def test_missing_right_costs_one_request_a_second_and_one_line(
     with pytest.raises(ApiError):
         api.list_all(CACHES)  # another kind is another right
     assert "cachenamespaces" in handler.requests[-1]
+
+
+def test_what_admission_refuses_is_no_missing_right(apiserver: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """It concerns one object: the next one is tried."""
+    handler, api = apiserver
+    handler.status, handler.message = 403, 'pods "x" is forbidden: violates PodSecurity "baseline:latest"'
+    for _ in range(3):
+        with pytest.raises(ApiError, match="PodSecurity"):
+            api.list_all(POOLS)
+    assert len(handler.requests) == 3 and not caplog.records
 
 
 def test_long_lists_come_in_pages(apiserver: Any) -> None:

@@ -62,6 +62,8 @@ EXAMPLES: list[Request | Reply] = [
         True,
     ),
     messages.Registered(3, True, [32]),
+    messages.Challenge(5, [(0, 64)], [b"random"]),
+    messages.ChallengeMet(5),
     messages.Unregister(3),
     messages.ProofReport(3, False, "layer.0"),
     messages.ResetInstance(NAME),

@@ -12,7 +12,7 @@ import numpy as np
 from orbitkv.cuda import Driver
 from orbitkv.protocol.errors import ErrorKind
 from orbitkv.protocol.messages import MapArenas, Register, RetiredArenas, SyncArenas
-from orbitkv_agent.devices.base import CopyPart
+from orbitkv_agent.devices.base import PROOF_BYTES, CopyPart
 from orbitkv_agent.devices.cuda.geometry import GroupPlaces, group_places
 from orbitkv_agent.devices.cuda.gpu import Gpu, Imported
 from orbitkv_agent.devices.cuda.lanes import CopyJob
@@ -139,6 +139,29 @@ class CudaDevice:
             [allocation.size for allocation in message.allocations],
             done,
         )
+
+    def places_to_prove(self, message: Register) -> Sequence[tuple[int, int]]:
+        """See `Device`. The first block of a layer in each allocation: engines keep it empty."""
+        layers = [layer for group in message.groups for layer in group.layers]
+        places: dict[int, int] = {}
+        for layer in layers:
+            if layer.block_bytes >= PROOF_BYTES:
+                places.setdefault(layer.allocation, layer.offset)
+        missing = {layer.allocation for layer in layers} - places.keys()
+        if missing:
+            raise unsupported(
+                f"allocations[{min(missing)}]: none of its layers has {PROOF_BYTES} bytes in a block, as many as it "
+                "takes to show whose memory it is"
+            )
+        return list(places.items())
+
+    def prove(
+        self, memory: object, places: Sequence[tuple[int, int]], values: Sequence[bytes], proven: Callable[[bool], None]
+    ) -> None:
+        """See `Device`."""
+        assert isinstance(memory, DeviceMemory)
+        addresses = [memory.imported.addresses[allocation] + offset for allocation, offset in places]
+        memory.gpu.compare(addresses, values, proven)
 
     def close(self, memory: object) -> None:
         """See `Device`."""

@@ -9,6 +9,8 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
+
 from orbitkv.cuda import CudaError, Driver, GpuInfo
 from orbitkv_agent.devices.cuda.lanes import Lane
 from orbitkv_agent.devices.cuda.nvml import used_bytes
@@ -73,6 +75,20 @@ class Gpu:
 
         self._work.put(work)
 
+    def compare(self, addresses: Sequence[int], values: Sequence[bytes], compared: Callable[[bool], None]) -> None:
+        """Read memory that is mapped; `compared` is called on the owner thread, with whether it holds these values."""
+
+        def work() -> None:
+            try:
+                self._use_context()
+                equal = [self._read(*each) for each in zip(addresses, map(len, values), strict=True)] == list(values)
+            except CudaError as error:
+                logger.error("%s: engine memory could not be read: %s", self.info.uuid, error)
+                equal = False
+            self._post(lambda: compared(equal))
+
+        self._work.put(work)
+
     def close(self, imported: Imported) -> None:
         """Unmap what no other registration uses. No copy runs on it."""
         self._work.put(lambda: self._release(imported.keys))
@@ -122,6 +138,11 @@ class Gpu:
                 self.info.uuid,
                 CONTEXT_BYTES >> 20,
             )
+
+    def _read(self, address: int, size: int) -> bytes:
+        found = np.empty(size, np.uint8)
+        self._driver.read(found.ctypes.data, address, size)
+        return found.tobytes()
 
     def _import(self, process: Hashable, handles: Sequence[bytes], sizes: Sequence[int]) -> Imported | str:
         keys: list[Key] = []

@@ -272,3 +272,21 @@ def test_namespaces_of_equal_size_do_not_take_memory_from_each_other(make_cache:
         reclaim_all(cache)
     assert cache.arenas.retired_sequence == 0
     assert len(cached(cache, red, *range(16))) == 16
+
+
+def test_an_arena_that_somebody_kept_without_access_takes_no_new_page_and_goes(make_cache: MakeCache) -> None:
+    cache = make_cache(units=16, arena_units=4)
+    space = cache.open_key_space("red", "model")
+    save(cache, space, 1, 2)
+    leased = run(cache, space, 1)
+    cache.pin(leased)
+    (kept,) = cache.arenas.of("red")
+    cache.expose([kept.id, 12345])  # and one that is gone already
+    assert save(cache, space, 3) == 1
+    assert kept.used_bytes == 2 * UNIT
+    reclaim_all(cache)
+    assert cached(cache, space, 1, 2, 3) == [1, 3], "what is in use stays until that ends"
+    cache.unpin(leased)
+    reclaim_all(cache)
+    assert cached(cache, space, 1, 2, 3) == [3]
+    assert cache.arenas.get(kept.id) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import copy
 import json
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
@@ -34,6 +35,7 @@ from orbitkv_operator.cluster.api import (
 )
 from orbitkv_operator.tests.fakes import RELEASE, FakeApi, cache_body, node, pool_body
 
+DEFINITIONS = crds()
 SINCE = "2026-01-01T00:00:00Z"
 
 
@@ -80,7 +82,7 @@ class World:
             self.secret(name)
         self.pool(ready())
         self.cache(ready())
-        for definition in crds():
+        for definition in DEFINITIONS:
             self.add(CRDS, definition)
 
     def add(self, resource: Any, manifest: Manifest) -> None:
@@ -157,7 +159,7 @@ def _silent(world: World) -> None:
 
 
 def _old_definition(world: World) -> None:
-    definition = next(it for it in crds() if it["spec"]["names"]["kind"] == "CacheNamespace")
+    definition = copy.deepcopy(next(it for it in DEFINITIONS if it["spec"]["names"]["kind"] == "CacheNamespace"))
     schema = definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]
     del schema["status"]["properties"]["lastHour"]
     world.add(CRDS, definition)
@@ -165,7 +167,8 @@ def _old_definition(world: World) -> None:
 
 def _pull_secret(world: World) -> None:
     world.add(
-        DEPLOYMENTS, deployment(names.WEBHOOK, "webhook", env=[{"name": "ORBITKV_WEBHOOK_PULL_SECRETS", "value": "a"}])
+        DEPLOYMENTS,
+        deployment(names.WEBHOOK, "webhook", env=[{"name": "ORBITKV_WEBHOOK_PAYLOAD_PULL_SECRETS", "value": "a"}]),
     )
 
 
@@ -272,8 +275,9 @@ def test_each_fault_is_named_with_its_fix(world: World, change: Change, about: s
     ("gpu", "words"),
     [
         ({}, "No node has the label nvidia.com/gpu.present"),
-        ({"access": "runtimeClass"}, "there is no RuntimeClass nvidia"),
-        ({"access": "runtimeClassCDI", "runtimeClassName": "other"}, "there is no RuntimeClass other"),
+        ({"access": "runtimeClass"}, "There is no RuntimeClass nvidia"),
+        ({"access": "runtimeClassCDI", "runtimeClassName": "other"}, "There is no RuntimeClass other"),
+        ({"access": "dra"}, "AccessNotSupported"),
     ],
 )
 def test_what_gpus_need_is_looked_for(world: World, gpu: Manifest, words: str) -> None:

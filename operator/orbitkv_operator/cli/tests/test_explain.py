@@ -226,11 +226,11 @@ def test_agent_of_the_node_is_looked_at(world: World) -> None:
 
 def test_person_without_rights_on_the_system_namespace_sees_the_rest(world: World) -> None:
     def refuses(verb: str, resource: Any) -> None:
-        if verb == "list" and resource is PODS:
-            raise ApiError(403, "pods is forbidden")
+        if verb == "list":
+            raise ApiError(403, f"{resource.plural} is forbidden")
 
     world.api.before = refuses
-    found = {it.about: it for it in world.explain()}
+    found = {it.about: it for it in explain(Cluster(world.api), "team", "engine")}
     assert "Your rights" in found["Agent"].message and found["Engine"].level is Level.INFO
 
 

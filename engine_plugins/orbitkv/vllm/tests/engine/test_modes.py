@@ -1,10 +1,12 @@
 """Other kinds of engines: several workers, speculation, a sliding window, a layout that was read wrong."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from orbitkv.vllm.injected import joined
 from orbitkv.vllm.tests.engine.checks import (
     BLOCK,
     assert_bit_equal,
@@ -106,3 +108,32 @@ def test_two_tensor_parallel_workers_restore_each_its_part(agent: AgentProcess, 
     assert_sources(restored, hbm=0, orbitkv=full_blocks(300), what="two workers")
     assert_same_answer(restored, hbm, "two workers")
     assert_bit_equal(engine.blocks(), before, 300 // BLOCK, "pages of both workers")
+
+
+def test_beside_a_connector_of_the_users_both_save_and_both_restore(
+    folder: Path, agent: AgentProcess, start_engine: EngineMaker
+) -> None:
+    """As a pod with the annotation `multi-connector` has it: theirs is asked first, then ours."""
+    storage = folder / "their-storage"
+    theirs = {"shared_storage_path": str(storage)}
+    both = joined({"kv_connector": "ExampleConnector", "kv_role": "kv_both", "kv_connector_extra_config": theirs})
+    ours = both["kv_connector_extra_config"]["connectors"][1]
+    ours["kv_connector_extra_config"] |= orbitkv_connector(agent.socket_path, **PATIENT_SETTINGS)[
+        "kv_connector_extra_config"
+    ]
+    engine = start_engine(None, connector=both)
+    prompt = tokens("two connectors", 300)
+    cold = engine.ask(prompt, logprobs=1)
+    saved(engine, agent)
+    assert list(storage.iterdir()), "their connector kept nothing"
+    engine.reset()
+    by_theirs = engine.ask(prompt, logprobs=1)
+    assert by_theirs.hbm_tokens == 0 and by_theirs.recomputed_tokens < 300, by_theirs
+    restored = engine.metric("vllm:orbitkv_restores_total")
+    assert_same_answer(by_theirs, cold, "restored by their connector")
+    shutil.rmtree(storage)
+    engine.reset()
+    by_ours = engine.ask(prompt, logprobs=1)
+    assert_sources(by_ours, hbm=0, orbitkv=full_blocks(300), what="their connector has nothing any more")
+    assert engine.metric("vllm:orbitkv_restores_total") == restored + 1
+    assert_same_answer(by_ours, cold, "restored by OrbitKV")

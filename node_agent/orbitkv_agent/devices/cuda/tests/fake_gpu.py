@@ -220,6 +220,10 @@ class FakeGpu:
         self._check_context()
         ctypes.memmove(destination, source, size)
 
+    def write(self, destination: int, source: int, size: int) -> None:
+        self._check_context()
+        ctypes.memmove(destination, source, size)
+
     def _check_context(self) -> None:
         if not self.current_context():
             raise CudaError("a call", 201, "CUDA_ERROR_INVALID_CONTEXT", "no context is current in this thread")

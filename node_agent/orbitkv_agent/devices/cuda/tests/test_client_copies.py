@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import signal
 import socket
@@ -347,8 +348,9 @@ def test_memory_of_the_engines_own_process_is_refused_by_an_agent_in_cuda_mode(r
 
 
 def test_when_the_agents_process_ends_what_is_not_done_has_failed(tmp_path: Path, gpu: FakeGpu) -> None:
-    """The agent runs in a fork of this process: what it copies stays there."""
-    memory = gpu.allocate(BLOCKS * PAGE)
+    """The agent runs in a fork of this process, and sees the memory that this one writes."""
+    memory = np.frombuffer(mmap.mmap(-1, BLOCKS * PAGE), np.uint8)
+    gpu.memory[memory.ctypes.data] = memory
     child = os.fork()
     if child == 0:  # pragma: no cover
         gpu.hold()
@@ -383,3 +385,23 @@ def test_when_the_agents_process_ends_what_is_not_done_has_failed(tmp_path: Path
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+
+
+def test_registering_leaves_the_memory_as_it_was(tmp_path: Path, gpu: FakeGpu) -> None:
+    """It is written to show whose it is, and put back."""
+    running = Running(tmp_path, gpu)
+    try:
+        allocate = gpu.allocate
+        before: list[Any] = []
+
+        def remembered(size: int) -> Any:
+            memory = allocate(size)
+            before.append(memory.copy())
+            return memory
+
+        gpu.allocate = remembered  # type: ignore[method-assign]
+        engine = Engine(running, gpu)
+        assert (engine.memory == before[-1]).all()
+        engine.client.close()
+    finally:
+        running.close()

@@ -12,7 +12,11 @@ import pytest
 from orbitkv.protocol.errors import ErrorKind
 from orbitkv.protocol.messages import (
     Allocation,
+    Challenge,
+    ChallengeMet,
     CommitSave,
+    GroupGeometry,
+    Hello,
     MapArenas,
     RecordRef,
     Refusal,
@@ -23,6 +27,7 @@ from orbitkv.protocol.messages import (
     Unregister,
 )
 from orbitkv.protocol.records import RecordState
+from orbitkv.protocol.versions import VersionRange
 from orbitkv_agent.devices.cuda.tests.fake_gpu import UUIDS, FakeGpu
 from orbitkv_agent.tests.harness import (
     INSTANCE,
@@ -57,6 +62,26 @@ def message(gpu: FakeGpu, kv: np.ndarray[Any, Any], **changes: Any) -> Register:
     return register_message(**{"device": UUIDS[0], "allocations": [allocation], **changes})
 
 
+def answer(client: Client, request: Any) -> Any:
+    """What comes back once the GPU's thread has done its part."""
+    number = client.post(request)
+    replies: list[Any] = []
+
+    def take() -> bool:
+        reply = client.reply(number)
+        replies.extend([reply] if reply is not None else [])
+        return bool(replies)
+
+    client.world.until(take)
+    return replies[0]
+
+
+def meet(memory: np.ndarray[Any, Any], challenge: Challenge) -> None:
+    """Write what the agent asks for, as the process that owns the memory can."""
+    for (_, offset), value in zip(challenge.places, challenge.values, strict=True):
+        memory[offset : offset + len(value)] = np.frombuffer(value, np.uint8)
+
+
 class CudaEngine:
     """A serving engine whose blocks are in `kv`, (blocks, bytes)."""
 
@@ -71,16 +96,12 @@ class CudaEngine:
         self.operation = 0
 
     def register(self, request: Register) -> Registered:
-        number = self.worker.post(request)
-        replies: list[Any] = []
-        self.world.until(lambda: replies or self._take(number, replies))
-        assert isinstance(replies[0], Registered), replies[0]
-        return replies[0]
-
-    def _take(self, number: int, into: list[Any]) -> bool:
-        reply = self.worker.reply(number)
-        into += [reply] if reply is not None else []
-        return bool(into)
+        challenge = answer(self.worker, request)
+        assert isinstance(challenge, Challenge), challenge
+        meet(self.memory, challenge)
+        registered = answer(self.worker, ChallengeMet(challenge.challenge))
+        assert isinstance(registered, Registered), registered
+        return registered
 
     def state(self, ref: RecordRef) -> RecordState | None:
         assert self.worker.records is not None
@@ -327,8 +348,10 @@ def test_memory_that_cannot_be_pinned_keeps_nothing_and_is_tried_again(
 ) -> None:
     gpu.pins = False
     with World(tmp_path, driver=gpu) as world:
-        worker = world.client()
-        worker.post(message(gpu, gpu.allocate(BLOCKS * PAGE)))
+        worker, memory = world.client(), gpu.allocate(BLOCKS * PAGE)
+        challenge = answer(worker, message(gpu, memory))
+        meet(memory, challenge)
+        worker.post(ChallengeMet(challenge.challenge))
         world.until(lambda: world.agent.cache.arenas.failures)
         assert "could not be pinned" in caplog.text
         assert not gpu.pinned and not any(arena.ready for arena in world.agent.cache.arenas)
@@ -385,3 +408,70 @@ def test_restoring_with_words_in_device_memory_is_refused_by_name(engine: CudaEn
     request = start_message(engine.registration, ready.leases[0], [6])
     request.ready = TimelineWord(0, 0, 1)
     assert "ready: words in device memory are not there yet" in engine.worker.refused(request).message
+
+
+# --------------------------------------------------------------------------------------------- whose memory it is
+
+
+@pytest.mark.guard("own-memory")
+def test_memory_of_another_process_is_refused_before_anything_is_written_there(world: World, gpu: FakeGpu) -> None:
+    """The handle is a right one: a handle says nothing about who shows it."""
+    victim = gpu.allocate(BLOCKS * PAGE)
+    before = victim.copy()
+    thief = world.client()
+    challenge = answer(thief, message(gpu, victim))
+    assert isinstance(challenge, Challenge), challenge
+    refusal = answer(thief, ChallengeMet(challenge.challenge))
+    assert isinstance(refusal, Refusal)
+    assert (refusal.kind, refusal.message.split(":")[0]) == (ErrorKind.DENIED, "not-owner")
+    assert (victim == before).all()
+    world.until(lambda: not +gpu.mapped)
+
+
+def test_each_allocation_is_proven(world: World, gpu: FakeGpu) -> None:
+    own, victim = gpu.allocate(BLOCKS * PAGE), gpu.allocate(BLOCKS * PAGE)
+    allocations = [Allocation(each.nbytes, gpu.export_memory(each.ctypes.data)) for each in (own, victim)]
+    layers = [
+        *group_geometry(page=PAGE, blocks=BLOCKS, name="a").layers,
+        *group_geometry(page=PAGE, blocks=BLOCKS, name="b", allocation=1).layers,
+    ]
+    request = message(gpu, own, allocations=allocations, groups=[GroupGeometry(0, "full", 16, layers)])
+    thief = world.client()
+    challenge = answer(thief, request)
+    assert [place for place, _ in challenge.places] == [0, 1]
+    value = np.frombuffer(challenge.values[0], np.uint8)
+    own[: len(value)] = value
+    assert answer(thief, ChallengeMet(challenge.challenge)).message.startswith("not-owner: ")
+
+
+def test_a_challenge_is_met_once_and_by_whom_it_was_put_to(world: World, gpu: FakeGpu) -> None:
+    memory, worker, other = gpu.allocate(BLOCKS * PAGE), world.client(), world.client()
+    challenge = answer(worker, message(gpu, memory))
+    meet(memory, challenge)
+    met = ChallengeMet(challenge.challenge)
+    assert answer(other, met).message.startswith("unknown-challenge: ")
+    assert isinstance(answer(worker, met), Registered)
+    assert answer(worker, met).message.startswith("unknown-challenge: ")
+
+
+def test_a_session_that_ends_amid_a_challenge_keeps_nothing_mapped(world: World, gpu: FakeGpu) -> None:
+    worker = world.client()
+    answer(worker, message(gpu, gpu.allocate(BLOCKS * PAGE)))
+    assert +gpu.mapped
+    worker.drop()
+    world.until(lambda: not +gpu.mapped)
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+def test_a_plugin_of_the_release_before_is_served_only_where_nobody_needs_to_show_anything(
+    world: World, gpu: FakeGpu, trusted: bool
+) -> None:
+    """Outside of a cluster all who may connect are one user."""
+    worker = world.client(hello=False)
+    worker.hello(Hello(messages=VersionRange(1, 1)))
+    worker.session.trusted = trusted
+    reply = answer(worker, message(gpu, gpu.allocate(BLOCKS * PAGE)))
+    if trusted:
+        assert isinstance(reply, Registered)
+    else:
+        assert (reply.kind, reply.message.split(":")[0]) == (ErrorKind.INCOMPATIBLE, "version-mismatch")

@@ -1,0 +1,513 @@
+"""The webhook between a real apiserver and what people create: no nodes are needed to see what becomes of a pod.
+
+On the cluster's own version, and on the oldest and newest that are supported where these are built.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from e2e.chart.helm import NAMESPACE
+from e2e.chart.helm import Helm as Renderer
+from e2e.cluster import programs
+from e2e.cluster.control_plane import free_ports, standalone
+from e2e.support.installation import cache_object, namespace_object, pool_object
+from e2e.support.kubectl import Kubectl, KubectlError, Object
+from orbitkv_crds import names, stamps
+from orbitkv_crds.stamps import ANNOTATION_FROM, ANNOTATION_INJECTED, ANNOTATION_SKIP_REASON
+from orbitkv_operator.admission.server import PATH
+from orbitkv_operator.admission.tests.pods import make_pod, table
+from orbitkv_operator.certificates import renewed
+from orbitkv_operator.cluster.api import KubernetesApi, load_client
+from orbitkv_operator.reconcile.payload import PayloadPulls
+from orbitkv_operator.reconcile.system import Owner
+from orbitkv_operator.reconcile.webhook import WEBHOOK, WebhookReconciler
+from orbitkv_operator.settings import Settings
+
+MODULES = programs.tested_apiservers()
+CONFIGURATION = "mutatingwebhookconfiguration"
+ASK = names.ANNOTATION_CACHE_NAMESPACE
+ENGINE: Object = {"name": "engine", "image": "vllm/vllm-openai:v0.11.0", "args": ["--model", "a/b"]}
+GROUPS: Object = {
+    "apiVersion": "apiextensions.k8s.io/v1",
+    "kind": "CustomResourceDefinition",
+    "metadata": {"name": "leaderworkersets.leaderworkerset.x-k8s.io"},
+    "spec": {
+        "group": "leaderworkerset.x-k8s.io",
+        "scope": "Namespaced",
+        "names": {"kind": "LeaderWorkerSet", "plural": "leaderworkersets", "singular": "leaderworkerset"},
+        "versions": [
+            {
+                "name": "v1",
+                "served": True,
+                "storage": True,
+                "schema": {"openAPIV3Schema": {"type": "object", "x-kubernetes-preserve-unknown-fields": True}},
+            }
+        ],
+    },
+}
+"""LeaderWorkerSet, as far as admission sees it."""
+
+
+@dataclass
+class Webhook:
+    """The program, as a process of this machine."""
+
+    kubeconfig: Path
+    port: int
+    probes_port: int
+    log: Path
+    process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Run it until it is ready."""
+        flags = ["--namespace", NAMESPACE, "--payload-image", "localhost/payload:1", "--metrics-port", "0"]
+        ports = ["--port", str(self.port), "--probes-port", str(self.probes_port)]
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "orbitkv_operator.admission.main", *flags, *ports],
+                env={**os.environ, "KUBECONFIG": str(self.kubeconfig)},
+                stdout=log,
+                stderr=log,
+            )
+
+    def ready(self) -> bool:
+        """Whether it says so."""
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.probes_port}/readyz", timeout=2) as answer:
+                return bool(answer.status == 200)
+        except urllib.error.URLError:
+            return False
+
+    def stop(self) -> None:
+        """End it."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait(20)
+            self.process = None
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Without it."""
+        self.stop()
+        try:
+            yield
+        finally:
+            self.start()
+
+    @contextmanager
+    def hanging(self) -> Iterator[None]:
+        """While it takes requests and answers none."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self.process.send_signal(signal.SIGCONT)
+
+
+@dataclass(frozen=True)
+class Server:
+    """An apiserver that asks the webhook."""
+
+    kubectl: Kubectl
+    webhook: Webhook
+
+    def create(self, pod: Object, namespace: str, *arguments: str) -> Object:
+        """Creates a pod; returns it as it was admitted. Raises KubectlError."""
+        command = ["create", "-o", "json", f"--namespace={namespace}", *arguments, "-f", "-"]
+        return dict(json.loads(self.kubectl.run(*command, stdin=json.dumps(pod))))
+
+    def trust(self, bundle: str | None) -> None:
+        """Has the configuration ask our process, with this CA."""
+        found = self.kubectl.get(CONFIGURATION, names.WEBHOOK)
+        assert found is not None
+        for each in found["webhooks"]:
+            each["clientConfig"] = {"url": f"https://localhost:{self.webhook.port}{PATH}", "caBundle": bundle}
+        self.kubectl.run("replace", "-f", "-", stdin=json.dumps(found))
+
+
+@pytest.fixture(scope="module", params=MODULES, ids=lambda module: module.version())
+def server(
+    request: pytest.FixtureRequest, helm: Renderer, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    built = programs.Programs(programs.CLUSTER)
+    folder = tmp_path_factory.mktemp("apiserver")
+    rendered = helm.render()
+    with standalone(programs.ensure((request.param,))["kube-apiserver"], folder) as plane:
+        kubectl = Kubectl(built["kubectl"], plane.kubeconfig)
+        kubectl.apply(namespace_object(NAMESPACE), GROUPS, *rendered.of("CustomResourceDefinition"))
+        kubectl.apply(rendered.one("ValidatingAdmissionPolicy", "orbitkv-stamps"))
+        kubectl.apply(rendered.one("ValidatingAdmissionPolicyBinding", "orbitkv-stamps"))
+        kubectl.apply(rendered.one("MutatingWebhookConfiguration", names.WEBHOOK))
+        kubectl.run("wait", "crd", "--all", "--for=condition=Established", "--timeout=30s")
+        data = renewed(None, ["localhost"])
+        assert data is not None
+        metadata = {"name": names.WEBHOOK, "namespace": NAMESPACE}
+        kubectl.apply({"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "data": data})
+        port, probes_port = free_ports(2)
+        found = Server(kubectl, Webhook(plane.kubeconfig, port, probes_port, folder / "webhook.log"))
+        found.trust(data["ca.crt"])
+        found.webhook.start()
+        try:
+            kubectl.until(found.webhook.ready, "the webhook to be ready", timeout=60)
+            make_namespace(found, "warm")
+            kubectl.until(lambda: stamped(found.create(asking(), "warm", "--dry-run=server")), "it to be asked")
+            yield found
+        finally:
+            found.webhook.stop()
+            print(found.webhook.log.read_text()[-4000:])  # pytest shows it with what failed
+
+
+def make_namespace(server: Server, name: str, labels: dict[str, str] | None = None, **annotations: str) -> str:
+    """A namespace with its service account: no controller makes it here."""
+    namespace = namespace_object(name, labels)
+    namespace["metadata"]["annotations"] = {f"orbitkv.io/{k.replace('_', '-')}": v for k, v in annotations.items()}
+    account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "default", "namespace": name}}
+    server.kubectl.apply(namespace)
+    server.kubectl.apply(account)
+    return name
+
+
+@pytest.fixture(scope="module")
+def team(server: Server) -> str:
+    """A namespace for tests that need nothing of it."""
+    return make_namespace(server, "team")
+
+
+def asking(ask: dict[str, str] | None = None, *containers: Object, **spec: Any) -> Object:
+    return make_pod(list(containers) or [ENGINE], {ASK: "chat"} if ask is None else ask, **spec)
+
+
+def stamped(pod: Object) -> bool:
+    return stamps.is_stamped(pod["metadata"].get("labels", {}))
+
+
+def annotations_of(pod: Object) -> dict[str, str]:
+    return dict(pod["metadata"].get("annotations", {}))
+
+
+def skip_of(pod: Object) -> str:
+    note = stamps.read_skip(annotations_of(pod))
+    return note.reason if note else ""
+
+
+# ----------------------------------------------------------------------------------------------------------------- pods
+
+
+def test_apiserver_takes_every_pod_of_the_table_as_it_takes_it_without_us(server: Server, team: str) -> None:
+    def accepted(pods: list[Object]) -> set[str]:
+        for number, pod in enumerate(pods):
+            pod["metadata"] |= {"name": f"row-{number}"}
+        listed = {"apiVersion": "v1", "kind": "List", "items": pods}
+        command = [f"--kubeconfig={server.kubectl.kubeconfig}", f"--namespace={team}", "create", "--dry-run=server"]
+        done = subprocess.run(
+            [server.kubectl.program, *command, "-o", "name", "-f", "-"],
+            input=json.dumps(listed).encode(),
+            capture_output=True,
+            timeout=120,
+            check=False,
+        )
+        return set(done.stdout.decode().split())
+
+    rows = table()
+    plain = accepted([row.silent() | {"metadata": {"labels": {"app": "engine"}}} for row in rows])
+    assert len(plain) > 100
+    assert accepted([row.asking() for row in rows]) == plain
+
+
+def test_pod_is_injected_and_keeps_its_command_line(server: Server, team: str) -> None:
+    pod = server.create(asking(), team)
+    stamp = stamps.read_injected(annotations_of(pod))
+    assert stamp is not None
+    assert (stamp.namespace, stamp.container, stamp.engine) == (f"{team}/chat", "engine", "vllm")
+    assert [note.reason for note in stamp.info] == ["cache-namespace-not-found"]
+    (container,) = pod["spec"]["containers"]
+    assert container["args"] == ENGINE["args"]
+    (source,) = next(it for it in pod["spec"]["volumes"] if it["name"] == "orbitkv-token")["projected"]["sources"]
+    system = server.kubectl.get("namespace", "kube-system")
+    assert system is not None
+    assert source["serviceAccountToken"]["audience"] == names.engine_audience(system["metadata"]["uid"])
+    assert pod["status"]["qosClass"] == server.create(asking({}), team)["status"]["qosClass"] == "BestEffort"
+
+
+def test_objects_that_come_later_are_known_within_a_second_or_so(server: Server, team: str) -> None:
+    def notes() -> list[str]:
+        stamp = stamps.read_injected(annotations_of(server.create(asking({ASK: "later"}), team, "--dry-run=server")))
+        return [note.reason for note in stamp.info] if stamp else ["none"]
+
+    assert notes() == ["cache-namespace-not-found"]
+    server.kubectl.apply(pool_object("later"), cache_object("later", team, "later"))
+    server.kubectl.until(lambda: notes() == ["pool-not-ready"], "the objects to be known", timeout=10)
+
+
+def test_each_skip_reason_that_a_pod_can_meet(server: Server, team: str) -> None:
+    forbidding = make_namespace(server, "baseline", {"pod-security.kubernetes.io/enforce": "baseline"})
+    two = [{"name": name, "image": f"acme/{name}:1"} for name in ("a", "b")]
+    own = [{"name": "orbitkv-token", "emptyDir": {}}]
+    found = {
+        "unknown-annotation": (asking({ASK: "chat", "orbitkv.io/x": "y"}), team),
+        "invalid-annotation": (asking({ASK: "Not A Name"}), team),
+        "target-container-not-found": (asking(None, *two), team),
+        "engine-unknown": (asking({ASK: "chat", stamps.ANNOTATION_ENGINE: "other"}), team),
+        "args-unreadable": (
+            asking({ASK: "chat", stamps.ANNOTATION_INJECT_VIA: "args"}, ENGINE | {"command": ["sh", "-c"]}),
+            team,
+        ),
+        "kv-transfer-config-present": (
+            asking({ASK: "chat", stamps.ANNOTATION_INJECT_VIA: "args"}, ENGINE | {"args": ["--kv-transfer-config={}"]}),
+            team,
+        ),
+        "name-taken": (asking(None, volumes=own), team),
+        "pod-security-forbids-hostpath": (asking(), forbidding),
+    }
+    for reason, (pod, namespace) in found.items():
+        admitted = server.create(pod, namespace)
+        assert (skip_of(admitted), stamped(admitted)) == (reason, True)
+        assert ANNOTATION_INJECTED not in annotations_of(admitted)
+    runtime = {
+        "apiVersion": "node.k8s.io/v1",
+        "kind": "RuntimeClass",
+        "metadata": {"name": "gvisor"},
+        "handler": "runsc",
+    }
+    server.kubectl.apply(runtime)
+    server.kubectl.until(
+        lambda: skip_of(server.create(asking(None, runtimeClassName="gvisor"), team)) == "runtime-isolated",
+        "a pod in a sandbox to be made",
+    )
+    # what is left needs nodes, or a defect
+    assert set(stamps.SKIP_REASONS) - {*found, "runtime-isolated"} == {"payload-pull-failing", "internal-error"}
+
+
+def test_whoever_makes_a_skipped_pod_is_told_at_once(server: Server, team: str) -> None:
+    command = [server.kubectl.program, f"--kubeconfig={server.kubectl.kubeconfig}", f"--namespace={team}"]
+    pod = asking({ASK: "chat", "orbitkv.io/x": "y"})
+    done = subprocess.run(
+        [*command, "create", "-f", "-"], input=json.dumps(pod), capture_output=True, text=True, timeout=60, check=True
+    )
+    assert "Warning: OrbitKV: unknown-annotation: This release does not know orbitkv.io/x" in done.stderr
+
+
+def test_default_of_a_namespace_and_the_way_out_of_it(server: Server) -> None:
+    namespace = make_namespace(server, "by-default", {stamps.ANNOTATION_INJECT: "true"}, cache_namespace="chat")
+
+    def injected() -> bool:
+        return (
+            stamps.read_injected(annotations_of(server.create(asking({}), namespace, "--dry-run=server"))) is not None
+        )
+
+    server.kubectl.until(injected, "the namespace to be known", timeout=10)
+    web = server.create(asking({}, {"name": "web", "image": "nginx:1"}), namespace)
+    assert not stamped(web) and "volumes" not in {k for k, v in web["spec"].items() if k == "volumes" and len(v) > 1}
+    out = server.create(asking({stamps.ANNOTATION_INJECT: "false"}), namespace)
+    assert not stamped(out)
+
+
+def test_namespaces_of_the_cluster_and_of_orbitkv_are_left_alone_but_for_the_dry_run(server: Server) -> None:
+    for namespace in ("kube-system", NAMESPACE):
+        make_namespace(server, namespace)
+        assert not stamped(server.create(asking(), namespace, "--dry-run=server"))
+    probe = asking()
+    probe["metadata"]["labels"][names.LABEL_PROBE] = "true"
+    assert stamped(server.create(probe, NAMESPACE, "--dry-run=server"))
+    assert not stamped(server.create(probe, NAMESPACE))
+
+
+# --------------------------------------------------------------------------------------------------------------- stamps
+
+
+def test_forged_stamps_are_taken_off_and_stamps_are_frozen(server: Server, team: str) -> None:
+    forged = asking({ANNOTATION_INJECTED: '{"version":"x"}', ANNOTATION_SKIP_REASON: "internal-error: x"})
+    admitted = server.create(forged, team)
+    assert not {ANNOTATION_INJECTED, ANNOTATION_SKIP_REASON} & set(annotations_of(admitted))
+
+    pod = server.create(asking(), team)
+    name = pod["metadata"]["name"]
+
+    def refused(*change: str) -> str:
+        try:
+            server.kubectl.run(*change, f"--namespace={team}")
+        except KubectlError as error:
+            return str(error)
+        return ""
+
+    server.kubectl.until(
+        lambda: "cannot be changed" in refused("annotate", "pod", name, f"{ANNOTATION_INJECTED}=x", "--overwrite"),
+        "the policy to be in force",
+        timeout=30,
+    )
+    assert "cannot be changed" in refused("annotate", "pod", name, f"{ANNOTATION_SKIP_REASON}=x")
+    assert "cannot be changed" in refused("annotate", "pod", name, f"{ANNOTATION_INJECTED}-")
+    assert "cannot be changed" in refused("label", "pod", name, f"{names.LABEL_CACHE}-")
+    status = json.dumps({"metadata": {"annotations": {ANNOTATION_INJECTED: "x"}}})
+    assert "cannot be changed" in refused("patch", "pod", name, "--subresource=status", "--type=merge", "-p", status)
+    unstamped = server.create(make_pod([ENGINE]), team)["metadata"]["name"]
+    assert "cannot be changed" in refused("label", "pod", unstamped, f"{names.LABEL_CACHE}=true")
+    assert refused("annotate", "pod", name, "example.com/a=b") == ""
+    running = json.dumps({"status": {"phase": "Running"}})
+    assert refused("patch", "pod", name, "--subresource=status", "--type=merge", "-p", running) == ""
+
+
+# --------------------------------------------------------------------------------------------------------------- owners
+
+
+def workload(kind: str, name: str, namespace: str, own: dict[str, str] | None = None) -> Object:
+    template: Object = {"metadata": {"labels": {"app": name}}, "spec": {"containers": [ENGINE]}}
+    spec: Object = {"replicas": 2, "selector": {"matchLabels": {"app": name}}, "template": template}
+    version = "apps/v1"
+    if kind == "LeaderWorkerSet":
+        version = "leaderworkerset.x-k8s.io/v1"
+        spec = {
+            "replicas": 1,
+            "leaderWorkerTemplate": {"leaderTemplate": template, "workerTemplate": template, "size": 2},
+        }
+    if kind == "StatefulSet":
+        spec["serviceName"] = name
+    metadata = {"name": name, "namespace": namespace, **({"annotations": own} if own else {})}
+    return {"apiVersion": version, "kind": kind, "metadata": metadata, "spec": spec}
+
+
+def templates(found: Object) -> list[dict[str, str]]:
+    """The annotations of each template."""
+    spec = found["spec"]
+    both = spec.get("leaderWorkerTemplate")
+    every = [both["leaderTemplate"], both["workerTemplate"]] if both else [spec["template"]]
+    return [dict(each["metadata"].get("annotations") or {}) for each in every]
+
+
+@pytest.mark.parametrize("kind", ["Deployment", "StatefulSet", "LeaderWorkerSet"])
+def test_annotation_of_a_workload_comes_to_its_pods_in_one_change_and_goes_with_it(
+    server: Server, team: str, kind: str
+) -> None:
+    """In one change: nobody writes here but this test, so what a request leaves is what a rollout begins with."""
+    name = kind.lower()
+    plain = workload(kind, name, team)
+    server.kubectl.apply(plain)
+
+    def state() -> Object:
+        found = server.kubectl.get(name, name, team)
+        assert found is not None
+        return found
+
+    first = state()
+    assert all(not each for each in templates(first))
+    server.kubectl.run("annotate", name, name, f"{ASK}=chat", f"--namespace={team}")
+    second = state()
+    assert all(each == {ASK: "chat", ANNOTATION_FROM: "owner"} for each in templates(second))
+
+    # what is in Git has the annotation on the workload and nothing on the template
+    in_git = workload(kind, name, team, {ASK: "chat"})
+    server.kubectl.apply(in_git)
+    server.kubectl.apply(in_git, arguments=["--server-side", "--force-conflicts", "--field-manager=gitops"])
+    server.kubectl.apply(in_git, arguments=["--server-side", "--force-conflicts", "--field-manager=gitops"])
+    server.kubectl.run("replace", "-f", "-", stdin=json.dumps(in_git))
+    assert state()["spec"] == second["spec"], "applied again it changes nothing"
+
+    server.kubectl.run("annotate", name, name, f"{ASK}-", f"--namespace={team}")
+    assert all(not each for each in templates(state()))
+    server.kubectl.delete(name, name, team)
+
+
+def test_workload_made_with_its_annotation_has_the_copy_from_the_first_moment(server: Server, team: str) -> None:
+    server.kubectl.apply(workload("Deployment", "whole", team, {ASK: "chat", stamps.ANNOTATION_MODE: "save_only"}))
+    found = server.kubectl.get("deployment", "whole", team)
+    assert found is not None
+    assert templates(found) == [{ASK: "chat", stamps.ANNOTATION_MODE: "save_only", ANNOTATION_FROM: "owner"}]
+
+
+# ----------------------------------------------------------------------------------------------------- never in the way
+
+
+def test_pods_are_made_without_a_webhook_and_with_one_that_hangs_or_cannot_be_trusted(
+    server: Server, team: str
+) -> None:
+    def made_within(seconds: float) -> Object:
+        began = time.monotonic()
+        pod = server.create(asking(), team)
+        assert time.monotonic() - began < seconds
+        return pod
+
+    with server.webhook.hanging():
+        assert not stamped(made_within(4))
+    assert stamped(made_within(4))
+    found = server.kubectl.get(CONFIGURATION, names.WEBHOOK)
+    assert found is not None
+    bundle = found["webhooks"][0]["clientConfig"]["caBundle"]
+    other = renewed(None, ["localhost"])
+    assert other is not None
+    server.trust(other["ca.crt"])
+    try:
+        server.kubectl.until(lambda: not stamped(made_within(4)), "the other CA to be in force", timeout=20)
+    finally:
+        server.trust(bundle)
+    with server.webhook.stopped():
+        assert not stamped(made_within(4))
+    server.kubectl.until(server.webhook.ready, "the webhook to be ready", timeout=60)
+    server.kubectl.until(lambda: stamped(made_within(4)), "the webhook to be asked again", timeout=30)
+
+
+# ----------------------------------------------------------------------------------------------- what the operator does
+
+
+def test_operator_makes_the_certificate_and_tells_the_apiserver_whom_to_trust(server: Server) -> None:
+    kubectl, original = server.kubectl, server.kubectl.get("secret", names.WEBHOOK, NAMESPACE)
+    assert original is not None
+    trusted = original["data"]["ca.crt"]
+    kubectl.delete("secret", names.WEBHOOK, NAMESPACE)
+    try:
+        operator = reconciler(server)
+        operator.reconcile(WEBHOOK)
+        secret, found = kubectl.get("secret", names.WEBHOOK, NAMESPACE), kubectl.get(CONFIGURATION, names.WEBHOOK)
+        assert secret is not None and found is not None
+        assert {each["clientConfig"]["caBundle"] for each in found["webhooks"]} == {secret["data"]["ca.crt"]}
+        assert b"BEGIN CERTIFICATE" in base64.b64decode(secret["data"]["ca.crt"])
+        operator.reconcile(WEBHOOK)
+        again = kubectl.get(CONFIGURATION, names.WEBHOOK)
+        assert again is not None
+        assert again["metadata"]["resourceVersion"] == found["metadata"]["resourceVersion"]
+    finally:
+        metadata = {"name": names.WEBHOOK, "namespace": NAMESPACE}
+        kubectl.apply({"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "data": original["data"]})
+        server.trust(trusted)
+
+
+def test_image_volumes_are_used_where_a_dry_run_gives_them_back(
+    server: Server, request: pytest.FixtureRequest, team: str
+) -> None:
+    make_namespace(server, NAMESPACE)
+    reconciler(server, payload_mode="imageVolume").reconcile(WEBHOOK)
+    found = server.kubectl.get("configmap", names.WEBHOOK, NAMESPACE)
+    assert found is not None
+    volumes = [{"name": "a", "image": {"reference": "a:1"}}]
+    kept = server.create(make_pod([ENGINE], {}, volumes=volumes), team, "--dry-run=server", "--validate=false")
+    served = any("image" in each for each in kept["spec"]["volumes"])
+    assert found["data"]["imageVolumes"] == ("true" if served else "false")
+
+
+def reconciler(server: Server, **settings: Any) -> WebhookReconciler:
+    api = KubernetesApi(load_client(str(server.kubectl.kubeconfig)))
+    found = Settings(
+        namespace=NAMESPACE,
+        pod_name="a",
+        agent_image="a",
+        webhook=True,
+        payload_image="localhost/payload:1",
+        **settings,
+    )
+    return WebhookReconciler(api, found, Owner(api, NAMESPACE), PayloadPulls())

@@ -1,0 +1,169 @@
+"""Injection on a real cluster: what an annotated workload's pod finds when it runs, and pods that start without us.
+
+What the webhook decides, and that it can hold up nothing, is tested without nodes in `chart/test_admission.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from e2e.support.engines import EnginePod
+from e2e.support.installation import Installation, cache_object, unique
+from e2e.support.kubectl import Kubectl, Object
+from orbitkv_crds import names, stamps
+
+NODE = "node-a"
+RESOURCES: Object = {"requests": {"cpu": "50m", "memory": "128Mi"}, "limits": {"cpu": "2", "memory": "512Mi"}}
+QUOTA: Object = {
+    "requests.cpu": "50m",
+    "requests.memory": "128Mi",
+    "limits.cpu": "2",
+    "limits.memory": "512Mi",
+    "pods": 1,
+}
+"""Exactly what the engine's container takes: with more the pod would not be made."""
+
+
+@pytest.fixture(scope="module")
+def engine_image(images: list[str]) -> str:
+    """The image of the stand-in for an engine: it has Python, numpy and msgspec."""
+    return next(name for name in images if "/node-agent" in name)
+
+
+def strict(image: str, name: str, **spec: object) -> Object:
+    """A pod's spec as strict platforms want it: another user, nothing to write to, and all that it takes said."""
+    context: Object = {
+        "runAsNonRoot": True,
+        "runAsUser": 1234,
+        "runAsGroup": 1234,
+        "readOnlyRootFilesystem": True,
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"]},
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+    container: Object = {
+        "name": name,
+        "image": image,
+        "imagePullPolicy": "IfNotPresent",
+        "command": ["sleep", "infinity"],
+        "resources": RESOURCES,
+        "securityContext": context,
+        "env": [{"name": "PYTHONPATH", "value": "/the/users/own"}],
+    }
+    return {"containers": [container], "terminationGracePeriodSeconds": 0, **spec}
+
+
+def deployment(name: str, namespace: str, ask: str, spec: Object) -> Object:
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": {"name": name, "namespace": namespace, "annotations": {names.ANNOTATION_CACHE_NAMESPACE: ask}},
+        "spec": {
+            "selector": {"matchLabels": {"app": name}},
+            "template": {"metadata": {"labels": {"app": name}}, "spec": spec},
+        },
+    }
+
+
+def running(kubectl: Kubectl, namespace: str, label: str) -> Object:
+    """The one pod with a label, once it runs."""
+    found: list[Object] = []
+
+    def runs() -> bool:
+        found[:] = kubectl.list_all("pods", namespace, label)
+        return len(found) == 1 and found[0].get("status", {}).get("phase") == "Running"
+
+    kubectl.until(runs, f"a pod {label} to run", timeout=90)
+    return found[0]
+
+
+@contextmanager
+def without_webhook(kubectl: Kubectl, installation: Installation) -> Iterator[None]:
+    """While no replica of the webhook runs."""
+
+    def scale(replicas: int) -> None:
+        where = f"--namespace={installation.namespace}"
+        kubectl.run("scale", "deployment", names.WEBHOOK, f"--replicas={replicas}", where)
+        kubectl.wait(
+            "deployment",
+            names.WEBHOOK,
+            lambda it: it["status"].get("readyReplicas", 0) == replicas == it["status"].get("replicas", 0),
+            f"{replicas} replicas of the webhook",
+            namespace=installation.namespace,
+            timeout=90,
+        )
+
+    found = kubectl.get("deployment", names.WEBHOOK, installation.namespace)
+    assert found is not None
+    scale(0)
+    try:
+        yield
+    finally:
+        scale(found["spec"]["replicas"])
+
+
+def test_annotated_workload_attaches_with_all_of_it_applied_at_once(
+    kubectl: Kubectl, clean: Installation, engine_image: str
+) -> None:
+    """Workload, cache namespace and pool in one go, the workload first; a quota that leaves room for nothing more."""
+    namespace = clean.make_namespace()
+    quota = {
+        "apiVersion": "v1",
+        "kind": "ResourceQuota",
+        "metadata": {"name": "exact", "namespace": namespace},
+        "spec": {"hard": QUOTA},
+    }
+    kubectl.apply(quota)
+    pool = unique("pool")
+    engine = deployment("engine", namespace, "chat", strict(engine_image, "main", nodeName=NODE))
+    kubectl.apply(engine, cache_object("chat", namespace, pool))
+    clean.make_pool(pool, ready=0)
+
+    pod = running(kubectl, namespace, "app=engine")
+    stamp = stamps.read_injected(pod["metadata"]["annotations"])
+    assert stamp is not None and stamp.namespace == f"{namespace}/chat"
+    assert pod["status"]["qosClass"] == "Burstable"
+    inside = EnginePod(kubectl, pod["metadata"]["name"], namespace)
+    program = "import orbitkv, os; print(orbitkv.__file__, os.environ['PYTHONPATH'])"
+    found, path = kubectl.execute(inside.name, namespace, "python", "-c", program).split()
+    assert found.startswith(names.PAYLOAD_PATH)
+    assert path == f"{names.PAYLOAD_PATH}:/the/users/own"
+    assert inside.run("save", cache=stamp.namespace, count=10, patience=60)["kept"] == 10
+
+    restarts = [status["restartCount"] for status in pod["status"]["containerStatuses"]]
+    assert restarts == [0]
+    kubectl.run("annotate", "deployment", "engine", f"{names.ANNOTATION_CACHE_NAMESPACE}-", f"--namespace={namespace}")
+    kubectl.wait(
+        "deployment",
+        "engine",
+        lambda it: it["status"].get("observedGeneration") == it["metadata"]["generation"],
+        "the change to be seen",
+        namespace=namespace,
+    )
+    # the quota holds one pod only: the one that runs has to go before the next can come
+    kubectl.delete("pod", inside.name, namespace)
+    kubectl.until(
+        lambda: not stamps.is_stamped(running(kubectl, namespace, "app=engine")["metadata"]["labels"]),
+        "a pod without the cache",
+        timeout=90,
+    )
+
+
+def test_pods_start_without_a_webhook_and_are_injected_once_it_is_back(
+    kubectl: Kubectl, clean: Installation, engine_image: str
+) -> None:
+    namespace = clean.make_namespace()
+
+    def make(name: str) -> Object:
+        spec = strict(engine_image, "main", nodeName=NODE)
+        metadata = {"name": name, "namespace": namespace, "labels": {"app": name}}
+        metadata["annotations"] = {names.ANNOTATION_CACHE_NAMESPACE: "chat"}
+        kubectl.apply({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec})
+        return running(kubectl, namespace, f"app={name}")
+
+    with without_webhook(kubectl, clean):
+        assert not stamps.is_stamped(make("missed")["metadata"]["labels"])
+    assert stamps.is_stamped(make("seen")["metadata"]["labels"])

@@ -1,0 +1,201 @@
+"""What people see of pods that ask for a cache: events, the CacheNamespace's status, `orbitkv explain` and `doctor`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from e2e.support.engines import PROGRAM, PYTHON
+from e2e.support.installation import PRIVILEGED, Installation
+from e2e.support.kubectl import Kubectl, Object, condition
+
+FAST = {"PROBE_SECONDS": "3", "SWEEP_SECONDS": "4", "PATIENCE_SECONDS": "5"}
+"""The operator's patience with pods in these tests, in seconds."""
+OPERATOR, WEBHOOK = "deployment/orbitkv-operator", "deployment/orbitkv-webhook"
+COUNT = 8
+
+
+@dataclass(frozen=True)
+class Team:
+    """A namespace with a cache, its pool, and another namespace that may not use it."""
+
+    kubectl: Kubectl
+    installation: Installation
+    image: str
+    pool: str
+    cache: str
+    namespace: str
+    elsewhere: str
+
+    def make(self, name: str, namespace: str, command: list[str], ask: str) -> None:
+        """Makes a pod that asks for a cache, if it does."""
+        container = {"name": "engine", "image": self.image, "imagePullPolicy": "IfNotPresent", "command": command}
+        metadata: Object = {"name": name, "namespace": namespace}
+        metadata |= {"annotations": {"orbitkv.io/cache-namespace": ask}} if ask else {}
+        spec = {"containers": [container], "restartPolicy": "Never", "terminationGracePeriodSeconds": 0}
+        self.kubectl.create({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec})
+
+    def idle(self, name: str, *, namespace: str = "", ask: str = "") -> None:
+        """Makes a pod that never attaches."""
+        self.make(name, namespace or self.namespace, ["sleep", "infinity"], ask)
+
+    def engine(self, name: str, *, namespace: str = "", cache: str = "") -> None:
+        """Makes a pod whose engine attaches when it can."""
+        full = cache or f"{self.namespace}/{self.cache}"
+        options = json.dumps({"cache": full, "count": COUNT, "patience": 600})
+        self.make(name, namespace or self.namespace, [PYTHON, "-c", PROGRAM, "hold", options], full)
+
+    def wait_event(self, name: str, reason: str, words: str, *, namespace: str = "") -> None:
+        """Waits for an event on a pod, with words in its note."""
+        where = namespace or self.namespace
+
+        def posted() -> bool:
+            events = self.kubectl.events("Pod", name, where)
+            return any(it["reason"] == reason and words in it["note"] for it in events)
+
+        self.kubectl.until(posted, f"event {reason} ({words}) on pod {name}", timeout=100)
+
+    def wait_in_use(self, *words: str, status: str = "True") -> Object:
+        """Waits until the condition InUse says all of these words."""
+
+        def says(cache: Object) -> bool:
+            found = condition(cache, "InUse")
+            return found.get("status") == status and all(word in found["message"] for word in words)
+
+        return self.kubectl.wait(
+            "cachenamespace", self.cache, says, f"InUse to say {words}", namespace=self.namespace, timeout=100
+        )
+
+    def orbitkv(self, *arguments: str) -> tuple[int, Object]:
+        """Runs the command; returns its exit code and what it printed as JSON."""
+        program = [sys.executable, "-m", "orbitkv_operator.cli.main", *arguments, "--json"]
+        done = subprocess.run(
+            [*program, f"--kubeconfig={self.kubectl.kubeconfig}"],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert done.stdout, done.stderr
+        return done.returncode, json.loads(done.stdout)
+
+    def explained(self, name: str, *, namespace: str = "") -> tuple[bool, str]:
+        """Whether a pod uses its cache, and all that `orbitkv explain pod` says."""
+        code, found = self.orbitkv("explain", "pod", f"{namespace or self.namespace}/{name}")
+        assert code == (0 if found["usesCache"] else 1)
+        return found["usesCache"], " ".join(f"{it['about']}: {it['message']} {it['fix']}" for it in found["findings"])
+
+    def probe(self) -> float | None:
+        """The metric of the webhook's trial, of the operator that acts."""
+        pods = {pod["metadata"]["name"]: pod for pod in self.installation.operators()}
+        leader = pods.get(self.installation.leader())
+        if leader is None:
+            return None
+        token = self.kubectl.run(
+            "create", "token", "orbitkv-metrics-reader", f"--namespace={self.installation.namespace}"
+        )
+        request = urllib.request.Request(
+            f"http://{leader['status']['podIP']}:9090/metrics", headers={"Authorization": f"Bearer {token.strip()}"}
+        )
+        lines = urllib.request.urlopen(request, timeout=10).read().decode().splitlines()
+        values = [line.rpartition(" ")[2] for line in lines if line.startswith("orbitkv_webhook_probe_success ")]
+        return float(values[0]) if values else None
+
+
+@pytest.fixture(scope="module")
+def hasty(installation: Installation, kubectl: Kubectl) -> Iterator[Installation]:
+    """An operator that loses its patience with pods within seconds."""
+    where = f"--namespace={installation.namespace}"
+    kubectl.run("set", "env", OPERATOR, where, *(f"ORBITKV_OPERATOR_{name}={value}" for name, value in FAST.items()))
+    yield installation
+    kubectl.run("set", "env", OPERATOR, where, *(f"ORBITKV_OPERATOR_{name}-" for name in FAST))
+    kubectl.run("rollout", "status", OPERATOR, where, "--timeout=120s", timeout=150)
+
+
+@pytest.fixture(scope="module")
+def team(hasty: Installation, kubectl: Kubectl, images: list[str]) -> Team:
+    pool = hasty.make_pool(memory="128Mi")
+    namespace = hasty.make_namespace(PRIVILEGED)
+    cache = hasty.make_cache(namespace, pool)
+    elsewhere = hasty.make_namespace({"pod-security.kubernetes.io/enforce": "baseline"})
+    kubectl.run("rollout", "status", OPERATOR, f"--namespace={hasty.namespace}", "--timeout=120s", timeout=150)
+    image = next(name for name in images if "/node-agent" in name)
+    return Team(kubectl, hasty, image, pool, cache, namespace, elsewhere)
+
+
+def test_every_pod_that_asks_is_told_what_became_of_it(team: Team, kubectl: Kubectl) -> None:
+    full = f"{team.namespace}/{team.cache}"
+    team.engine("user")
+    team.idle("silent", ask=team.cache)
+    team.idle("skipped", namespace=team.elsewhere, ask=full)
+    team.idle("lost", ask="no-such-cache")
+    team.idle("late")
+    stranger = team.installation.make_namespace(PRIVILEGED)
+    team.engine("stranger", namespace=stranger, cache=full)
+    kubectl.run("annotate", "pod", "late", f"--namespace={team.namespace}", f"orbitkv.io/cache-namespace={team.cache}")
+
+    team.wait_event("user", "CacheInjected", full)
+    team.wait_event("user", "CacheAttached", full)
+    team.wait_event("skipped", "CacheSkipped", "pod-security-forbids-hostpath", namespace=team.elsewhere)
+    team.wait_event("late", "CacheMissed", "webhook-missed")
+    team.wait_event("stranger", "CacheNotAttached", "access.namespaces is Same", namespace=stranger)
+    team.wait_event("silent", "CacheNotAttached", "never-came")
+    team.wait_event("lost", "CacheInjected", "cache-namespace-not-found")
+    team.wait_event("lost", "CacheNotAttached", "cache-namespace-not-found")
+
+    found = team.wait_in_use(
+        "1 node", "/silent (never-came", "/skipped (pod-security", "/late (webhook-missed", "/stranger ("
+    )
+    assert found["status"]["attached"]["without"] == 4
+    (first,) = found["status"]["attached"]["first"]
+    assert (first["namespace"], first["name"]) == (team.namespace, "user")
+    wide = kubectl.run("get", "cns", team.cache, f"--namespace={team.namespace}", "-o", "wide").splitlines()
+    columns = ("POOL", "READY", "IN USE", "USED", "HIT RATE", "REASON", "PODS", "WITHOUT", "ASKED", "FOUND")
+    assert all(name in wide[0] for name in columns)
+
+    uses, words = team.explained("user")
+    assert uses and "uses CacheNamespace" in words
+    for name, where, expected in (
+        ("silent", team.namespace, "never-came"),
+        ("skipped", team.elsewhere, "pod-security-forbids-hostpath"),
+        ("late", team.namespace, "would inject container engine"),
+        ("lost", team.namespace, "It does not exist."),
+        ("stranger", stranger, "access.namespaces is Same"),
+    ):
+        uses, words = team.explained(name, namespace=where)
+        assert not uses and expected in words, words
+
+
+def test_engine_that_loses_its_access_is_told_so(team: Team, kubectl: Kubectl) -> None:
+    access = {"namespaces": "Same", "serviceAccounts": ["nobody"]}
+    kubectl.patch("cachenamespace", team.cache, {"spec": {"access": access}}, team.namespace)
+    team.wait_event("user", "CacheDetached", "access.serviceAccounts")
+    assert not team.explained("user")[0]
+    assert team.wait_in_use(status="False")
+
+
+def test_webhook_that_is_away_is_noticed_and_so_are_the_pods_that_it_missed(team: Team, kubectl: Kubectl) -> None:
+    where = f"--namespace={team.installation.namespace}"
+    kubectl.until(lambda: team.probe() == 1, "the webhook's trial to succeed", timeout=60)
+    code, found = team.orbitkv("doctor")
+    assert code == 0, [it for it in found["findings"] if it["level"] == "problem"]
+    replicas = json.loads(kubectl.run("get", WEBHOOK, where, "-o", "json"))["spec"]["replicas"]
+    kubectl.run("scale", WEBHOOK, where, "--replicas=0")
+    try:
+        kubectl.until(lambda: team.probe() == 0, "the webhook's trial to fail", timeout=60)
+        team.idle("missed", ask=team.cache)
+        team.wait_event("missed", "CacheMissed", "webhook-missed")
+        code, found = team.orbitkv("doctor")
+        problems = {it["about"]: it for it in found["findings"] if it["level"] == "problem"}
+        assert code == 1 and {"Webhook", f"Namespace {team.namespace}"} <= problems.keys()
+    finally:
+        kubectl.run("scale", WEBHOOK, where, f"--replicas={replicas}")
+        kubectl.run("rollout", "status", WEBHOOK, where, "--timeout=120s", timeout=150)
+    kubectl.until(lambda: team.probe() == 1, "the webhook's trial to succeed again", timeout=60)
+    assert "would inject container engine" in team.explained("missed")[1]
