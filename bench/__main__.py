@@ -6,10 +6,11 @@ import argparse
 import sys
 from collections.abc import Callable
 
-from bench import gpu, host_copy, index, query, scheduler
+from bench import admission, gpu, host_copy, index, query, scheduler
 from bench.figures import Figure, json_line, machine, say, table
 
 BENCHES: dict[str, tuple[str, Callable[[], list[Figure]]]] = {
+    "admission": ("what the webhook costs reviews, the start of a pod, and thousands of pods", admission.run),
     "query": ("what a lookup costs the engine's scheduler", query.run),
     "gpu": ("saving and restoring pages of a GPU against one large copy", gpu.run),
     "host_copy": ("saving and restoring pages against a plain numpy copy", host_copy.run),

@@ -16,11 +16,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from bench.figures import Figure, percentile, say
 from orbitkv_operator.admission.server import PATH
@@ -150,9 +150,10 @@ async def _load(port: int, serving: Serving, bodies: Sequence[bytes]) -> _Found:
     return found
 
 
-def alternating(with_it: Any, without_it: Any, pairs: int) -> tuple[float, float]:
+def alternating(with_it: Callable[[], float], without_it: Callable[[], float], pairs: int) -> tuple[float, float]:
     """Measure both in turn, the order turning too; return the medians."""
-    first, second = [], []
+    first: list[float] = []
+    second: list[float] = []
     for number in range(pairs):
         for measured, into in ((with_it, first), (without_it, second))[:: 1 if number % 2 else -1]:
             into.append(measured())

@@ -30,6 +30,7 @@ from e2e.support.installation import cache_object, namespace_object, pool_object
 from e2e.support.kubectl import Kubectl, KubectlError, Object
 from orbitkv_crds import names, stamps
 from orbitkv_crds.stamps import ANNOTATION_FROM, ANNOTATION_INJECTED, ANNOTATION_SKIP_REASON
+from orbitkv_operator.admission.findings import Findings
 from orbitkv_operator.admission.server import PATH
 from orbitkv_operator.admission.tests.pods import make_pod, table
 from orbitkv_operator.certificates import renewed
@@ -77,6 +78,7 @@ class Webhook:
     def start(self) -> None:
         """Run it until it is ready."""
         flags = ["--namespace", NAMESPACE, "--payload-image", "localhost/payload:1", "--metrics-port", "0"]
+        flags += ["--look-seconds", "1"]
         ports = ["--port", str(self.port), "--probes-port", str(self.probes_port)]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
@@ -291,8 +293,18 @@ def test_each_skip_reason_that_a_pod_can_meet(server: Server, team: str) -> None
         lambda: skip_of(server.create(asking(None, runtimeClassName="gvisor"), team)) == "runtime-isolated",
         "a pod in a sandbox to be made",
     )
-    # what is left needs nodes, or a defect
-    assert set(stamps.SKIP_REASONS) - {*found, "runtime-isolated"} == {"payload-pull-failing", "internal-error"}
+    failing = Findings("localhost/payload:1", pull_failing="No node could pull it.").write()
+    metadata = {"name": names.WEBHOOK, "namespace": NAMESPACE}
+    server.kubectl.apply({"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": failing})
+    try:
+        server.kubectl.until(
+            lambda: skip_of(server.create(asking(), team)) == "payload-pull-failing", "the finding to be read"
+        )
+    finally:
+        server.kubectl.delete("configmap", names.WEBHOOK, NAMESPACE)
+    server.kubectl.until(lambda: not skip_of(server.create(asking(), team, "--dry-run=server")), "its end to be read")
+    met = {*found, "runtime-isolated", "payload-pull-failing"}
+    assert set(stamps.SKIP_REASONS) - met == {"internal-error"}, "which a defect of ours would take"
 
 
 def test_whoever_makes_a_skipped_pod_is_told_at_once(server: Server, team: str) -> None:

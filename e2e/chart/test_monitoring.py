@@ -11,6 +11,7 @@ import yaml
 
 from e2e.chart.helm import CHART, Helm
 from orbitkv_agent.observe.metrics import METRICS, PREFIX
+from orbitkv_operator.admission.metrics import METRICS as WEBHOOK_METRICS
 from orbitkv_operator.metrics import METRICS as OPERATOR_METRICS
 
 ELSEWHERE = {
@@ -27,7 +28,7 @@ def known() -> dict[str, set[str]]:
     """Every series that agent and operator have, with its labels."""
     found = dict(ELSEWHERE)
     rows = [(row.kind, row.name, row.labels) for row in METRICS]
-    rows += [(row.kind, row.name, row.labels) for row in OPERATOR_METRICS]
+    rows += [(row.kind, row.name, row.labels) for row in (*OPERATOR_METRICS, *WEBHOOK_METRICS)]
     for kind, bare, own in rows:
         name, labels = PREFIX + bare, {*own, *TARGET_LABELS}
         if kind == "histogram":

@@ -4,6 +4,7 @@ A record holds the process's number and its start time, so that a number which t
 since is never taken for ours. Where control groups are given, a process joins them before anything else (cgroups.py).
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -35,6 +36,19 @@ def start_time(pid: int) -> str:
     except (FileNotFoundError, ProcessLookupError):
         return ""
     return "" if fields[0] in "ZX" else fields[19]
+
+
+def inherited() -> list[int]:
+    """The descriptors beyond standard error that a process started now would have too: locks of whoever runs this.
+
+    What outlives its caller must not hold them.
+    """
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the one of this list
+            if int(name) > 2 and os.get_inheritable(int(name)):
+                found.append(int(name))
+    return found
 
 
 @dataclass(frozen=True)
@@ -84,7 +98,12 @@ class Processes:
             "/bin/sh",
             ["/bin/sh", "-c", join, name, *self._prefix, *command],
             variables,
-            file_actions=[(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0), output, (os.POSIX_SPAWN_DUP2, 1, 2)],
+            file_actions=[
+                *((os.POSIX_SPAWN_CLOSE, descriptor) for descriptor in inherited()),
+                (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+                output,
+                (os.POSIX_SPAWN_DUP2, 1, 2),
+            ],
             setsid=True,
         )
         record = Record(list(command), environment or {}, pid, start_time(pid))

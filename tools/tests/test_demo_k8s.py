@@ -11,8 +11,9 @@ import pytest
 
 from e2e.support.engine_image import EngineImage
 from orbitkv_crds.names import ANNOTATION_CACHE_NAMESPACE, GROUP
+from tools.demo.report import Report, Turn
 from tools.demo_k8s import engine as http_engine
-from tools.demo_k8s.__main__ import deployment
+from tools.demo_k8s.__main__ import deployment, first_tokens
 from tools.demo_k8s.engine import Engine, EngineError
 
 IMAGE = EngineImage("localhost/engine:1", (Path("/env"), Path("/python")))
@@ -103,3 +104,9 @@ def test_an_engine_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(http_engine, "PORT", 1)
     with pytest.raises(EngineError, match=r"POST /tokenize of 127\.0\.0\.1: "):
         Engine("127.0.0.1", "tiny").tokens_of("abc")
+
+
+def test_the_first_token_of_either_pod_is_told_with_what_was_computed_for_it() -> None:
+    turns = [Turn(1, 1, "first", 500, 0, 0, 500, 100.4), Turn(1, 2, "restarted", 600, 0, 576, 24, 20.6)]
+    text = first_tokens(Report(turns, []))
+    assert "100 ms, with 500 of 500 prompt tokens computed; of the next pod: 21 ms, with 24 of 600 computed" in text

@@ -62,3 +62,13 @@ def test_what_was_stopped_starts_again_as_before(processes: Processes) -> None:
     processes.stop("speaker")
     processes.restart("speaker")
     processes.wait_ready("speaker", lambda: processes.log("speaker").read_text() == "good day\n" * 2, "two greetings")
+
+
+def test_a_lock_of_who_starts_them_is_not_held_on(processes: Processes, tmp_path: Path) -> None:
+    """As of `flock FILE make cluster`, whose lock would be held for as long as the cluster runs."""
+    with (tmp_path / "lock").open("w") as file:
+        os.set_inheritable(file.fileno(), True)
+        pid = processes.start("sleeper", ["sleep", "60"])
+        processes.wait_ready("sleeper", lambda: Path(f"/proc/{pid}/comm").read_text() == "sleep\n", "the program")
+        held = {os.readlink(each) for each in Path(f"/proc/{pid}/fd").iterdir()}
+    assert str(tmp_path / "lock") not in held

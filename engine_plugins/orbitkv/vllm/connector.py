@@ -31,6 +31,7 @@ from orbitkv.protocol.reasons import OffReason
 
 from .injected import engine_name
 from .metadata import StepMetadata
+from .plugin import make_known
 from .served import off_reasons
 from .stats import OrbitKVPromMetrics, OrbitKVStats
 
@@ -411,3 +412,6 @@ def drains_restored_first(scheduler_class: type) -> bool:
     """
     schedule: Any = getattr(scheduler_class, "schedule", None)
     return "kv_holding_waiting" in schedule.__code__.co_names if hasattr(schedule, "__code__") else False
+
+
+make_known()

@@ -49,6 +49,9 @@ class Settings(BaseModel):
     port: int = Field(default=WEBHOOK_PORT, ge=0, le=65535, description="Port of the webhook; 0 takes any free one.")
     metrics_port: int = Field(default=9090, ge=0, le=65535, description="Port of /metrics; 0 takes any free one.")
     probes_port: int = Field(default=8081, ge=0, le=65535, description="Port of /livez and /readyz.")
+    look_seconds: float = Field(
+        default=10, gt=0, description="Rhythm in which certificate and the operator's findings are read."
+    )
     audit_seconds: float = Field(
         default=60, gt=0, description="Rhythm in which lists are held against what the watches have shown."
     )

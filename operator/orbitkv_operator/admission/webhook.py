@@ -44,8 +44,6 @@ logger = logging.getLogger(__name__)
 KINDS: Final = (NAMESPACES, POOLS, CACHES)
 BEGIN_SECONDS: Final = 1.0
 """Rhythm in which what is missing at the start is looked for."""
-LOOK_SECONDS: Final = 10.0
-"""Rhythm in which certificate and findings are read."""
 FEED_SECONDS: Final = 60.0
 CLUSTER_NAMESPACE: Final = "kube-system"
 """Its uid stands for the cluster's identity."""
@@ -100,7 +98,7 @@ class Webhook:
             server.start()
         while not self._stop.is_set():
             self._waits_for = self._look()
-            self._stop.wait(BEGIN_SECONDS if self._waits_for else LOOK_SECONDS)
+            self._stop.wait(BEGIN_SECONDS if self._waits_for else self._settings.look_seconds)
         logger.info("stopping", extra={"reason": self._failure or "asked to"})
         self._server.close()
         if self._feed is not None:

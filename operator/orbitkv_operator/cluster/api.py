@@ -256,7 +256,8 @@ class KubernetesApi:
         while True:
             page = self._ask(resource, "list", "GET", resource.path(namespace), query, accept=accept)
             for item in page.get("items") or ():  # the apiserver writes an empty list of metadata as null
-                item["metadata"].pop("managedFields", None)  # most of it, and nobody asks for them
+                if resource.kind == PODS.kind:  # they are many, and this is most of their metadata
+                    item["metadata"].pop("managedFields", None)
                 yield item
             following = page["metadata"].get("continue")
             if not following:

@@ -97,16 +97,14 @@ class PodReconciler:
         if known is None or known.uid != pod.uid:
             known = self._known[namespace, name] = _Known(pod.uid)
         now = self.clock()
-        if not known.stamps:
-            wait = self._tell_stamps(pod, now)
-            if wait:
-                return wait
-            known.stamps = True
+        turn = 0.0 if known.stamps else self._tell_stamps(pod, now)
+        known.stamps = not turn
         if pod.injected is None:
             assert pod.skipped is not None
             self._without(namespace, name, pod.cache, (pod.skipped.reason, pod.skipped.message))
-            return FORGET
-        return self._look(pod, known, now)
+            return turn or FORGET
+        again = self._look(pod, known, now)
+        return again if not turn else min(turn, turn if again is None else again)
 
     def _tell_stamps(self, pod: EnginePod, now: float) -> float:
         """Say what the webhook did; return the seconds to wait before it can be said."""

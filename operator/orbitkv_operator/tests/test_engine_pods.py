@@ -351,6 +351,18 @@ def test_detached_pod_without_an_agent_is_told_after_the_agent_fell_silent(world
     assert world.reasons()[-1] == "CacheDetached" and "agent-absent" in world.told()[-1][1]
 
 
+def test_pod_that_waits_for_its_turn_is_looked_at_all_the_same(world: World) -> None:
+    for number in range(100):
+        world.show(pod_body(f"pod-{number}", skipped()))
+        again = world.look(f"pod-{number}")
+    assert again is not None and 0 < again < 10
+    assert len(world.told()) < 100
+    assert len(world.pods.without(CACHE)) == 100
+    world.now += again
+    assert world.look("pod-99") == FORGET
+    assert "CacheSkipped" in world.reasons()
+
+
 # ------------------------------------------------------------------------------------------------------------- routes
 
 

@@ -151,7 +151,7 @@ def test_importing_the_package_asks_for_neither_vllm_nor_torch() -> None:
 def test_only_the_half_of_its_role_is_imported() -> None:
     module = ast.parse((Path(__file__).parents[1] / "connector.py").read_text())
     at_import = {node.module for node in module.body if isinstance(node, ast.ImportFrom) and node.level}
-    assert at_import == {"injected", "metadata", "served", "stats"}
+    assert at_import == {"injected", "metadata", "plugin", "served", "stats"}
 
 
 def test_the_admission_rule_follows_the_schedulers_queues(start: Callable[..., Engine]) -> None:
