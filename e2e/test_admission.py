@@ -63,6 +63,7 @@ def deployment(name: str, namespace: str, ask: str, spec: Object) -> Object:
         "metadata": {"name": name, "namespace": namespace, "annotations": {names.ANNOTATION_CACHE_NAMESPACE: ask}},
         "spec": {
             "selector": {"matchLabels": {"app": name}},
+            "strategy": {"type": "Recreate"},
             "template": {"metadata": {"labels": {"app": name}}, "spec": spec},
         },
     }
@@ -136,20 +137,8 @@ def test_annotated_workload_attaches_with_all_of_it_applied_at_once(
     restarts = [status["restartCount"] for status in pod["status"]["containerStatuses"]]
     assert restarts == [0]
     kubectl.run("annotate", "deployment", "engine", f"{names.ANNOTATION_CACHE_NAMESPACE}-", f"--namespace={namespace}")
-    kubectl.wait(
-        "deployment",
-        "engine",
-        lambda it: it["status"].get("observedGeneration") == it["metadata"]["generation"],
-        "the change to be seen",
-        namespace=namespace,
-    )
-    # the quota holds one pod only: the one that runs has to go before the next can come
-    kubectl.delete("pod", inside.name, namespace)
-    kubectl.until(
-        lambda: not stamps.is_stamped(running(kubectl, namespace, "app=engine")["metadata"]["labels"]),
-        "a pod without the cache",
-        timeout=90,
-    )
+    kubectl.wait_gone("pod", inside.name, namespace, timeout=90)
+    assert not stamps.is_stamped(running(kubectl, namespace, "app=engine")["metadata"]["labels"])
 
 
 def test_pods_start_without_a_webhook_and_are_injected_once_it_is_back(

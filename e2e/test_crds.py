@@ -269,9 +269,10 @@ CACHE_STATUS = {
     "attached": {
         "pods": 1,
         "sessions": 2,
+        "without": 0,
         "first": [{"namespace": "default", "name": "vllm-0", "node": "node-1", "sessions": 2}],
     },
-    "lastHour": {"hitRate": "87.5%", "requestedTokens": 8000, "hitTokens": 7000},
+    "lastHour": {"hitRate": "87.5%", "requestedTokens": 8000, "hitTokens": 7000, "computedTokens": 1000},
     "conditions": [
         {"type": "Ready", "status": "True", "reason": "Ready", **CONDITION},
         {"type": "InUse", "status": "True", "reason": "EngineAttached", **CONDITION},

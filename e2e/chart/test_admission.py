@@ -248,6 +248,31 @@ def test_pod_is_injected_and_keeps_its_command_line(server: Server, team: str) -
     assert pod["status"]["qosClass"] == server.create(asking({}), team)["status"]["qosClass"] == "BestEffort"
 
 
+def test_limits_of_a_namespace_come_out_as_without_us(server: Server) -> None:
+    namespace = make_namespace(server, "limited")
+    limits = {
+        "type": "Container",
+        "max": {"cpu": "2", "memory": "1Gi"},
+        "min": {"cpu": "100m", "memory": "64Mi"},
+        "default": {"cpu": "1", "memory": "512Mi"},
+        "defaultRequest": {"cpu": "500m", "memory": "256Mi"},
+        "maxLimitRequestRatio": {"cpu": "2"},
+    }
+    metadata = {"name": "limits", "namespace": namespace}
+    server.kubectl.apply({"apiVersion": "v1", "kind": "LimitRange", "metadata": metadata, "spec": {"limits": [limits]}})
+
+    def resources(pod: Object) -> list[Object]:
+        return [each["resources"] for each in (*pod["spec"].get("initContainers", ()), *pod["spec"]["containers"])]
+
+    expected = {"limits": limits["default"], "requests": limits["defaultRequest"]}
+    server.kubectl.until(
+        lambda: resources(server.create(asking({}), namespace, "--dry-run=server")) == [expected], "the limits to hold"
+    )
+    injected = server.create(asking(), namespace)
+    assert resources(injected) == [expected, expected]
+    assert injected["status"]["qosClass"] == "Burstable"
+
+
 def test_objects_that_come_later_are_known_within_a_second_or_so(server: Server, team: str) -> None:
     def notes() -> list[str]:
         stamp = stamps.read_injected(annotations_of(server.create(asking({ASK: "later"}), team, "--dry-run=server")))
@@ -305,6 +330,20 @@ def test_each_skip_reason_that_a_pod_can_meet(server: Server, team: str) -> None
     server.kubectl.until(lambda: not skip_of(server.create(asking(), team, "--dry-run=server")), "its end to be read")
     met = {*found, "runtime-isolated", "payload-pull-failing"}
     assert set(stamps.SKIP_REASONS) - met == {"internal-error"}, "which a defect of ours would take"
+
+
+def test_pod_that_comes_with_its_namespace_is_judged_by_it(server: Server) -> None:
+    """What the webhook has not seen yet may forbid what it adds: the pod must be made all the same."""
+    for number in range(3):
+        name = f"at-once-{number}"
+        pod = asking()
+        pod["metadata"] |= {"name": "engine", "namespace": name}
+        account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "default", "namespace": name}}
+        baseline = namespace_object(name, {"pod-security.kubernetes.io/enforce": "baseline"})
+        everything = {"apiVersion": "v1", "kind": "List", "items": [baseline, account, pod]}
+        server.kubectl.run("create", "-f", "-", stdin=json.dumps(everything))
+        made = server.kubectl.get("pod", "engine", name)
+        assert made is not None and skip_of(made) == "pod-security-forbids-hostpath"
 
 
 def test_whoever_makes_a_skipped_pod_is_told_at_once(server: Server, team: str) -> None:

@@ -203,7 +203,15 @@ def standalone(apiserver: str, folder: Path, etcd: str = "etcd") -> Iterator[Con
     etcd_port, _, port = free_ports(3)
     processes = Processes(folder, prefix=["setpriv", "--pdeathsig", "KILL"])  # never outlives whoever started it
     plane = ControlPlane(
-        folder, processes, Authority(folder / "certificates"), apiserver, etcd, port=port, etcd_port=etcd_port
+        folder,
+        processes,
+        Authority(folder / "certificates"),
+        apiserver,
+        etcd,
+        port=port,
+        etcd_port=etcd_port,
+        # no pod asks for the Service `kubernetes`, and newer apiservers refuse to make it of a loopback address
+        extra=["--endpoint-reconciler-type=none"],
     )
     plane.prepare()
     try:

@@ -140,10 +140,9 @@ class Attacker:
         """One request and its answer."""
         return self.connection.call(message, 10_000)
 
-    def query(self, hashes: GroupHashes, instance: Instance | None = None) -> Any:
+    def query(self, hashes: GroupHashes, max_wait_ms: int = 0) -> Any:
         """A look-up under a new number."""
-        number = secrets.randbits(40)
-        return self.call(Query(instance or self.instance, number, 1, [hashes], 0))
+        return self.call(Query(self.instance, secrets.randbits(40), 1, [hashes], max_wait_ms))
 
     def close(self) -> None:
         """Leaves without a word."""
@@ -268,7 +267,8 @@ def flood(options: dict[str, Any]) -> None:
         for first in range(options["count"] - 200, options["count"] - 4):  # those that its quota leaves, and others
             answers[outcome(lambda: it.query(names(first, 4)))] += 1  # noqa: B023
         hellos[_hurried_hello(options["cache"])] += 1
-    say(dropped=dropped, answers=answers, hellos=hellos)
+    patient = Counter(outcome(lambda: it.query(names(options["count"] - 4, 4), max_wait_ms=60_000)) for _ in range(10))
+    say(dropped=dropped, answers=answers, hellos=hellos, patient=patient)
 
 
 def _hurried_hello(cache: str) -> str:

@@ -15,6 +15,11 @@ OWN_NAMESPACE = "orbitkv-system"
 FOREIGN_NAMESPACE = "orbitkv-test-system"
 GROUP = "orbitkv.io"
 VERSION = "v1alpha1"
+HASTY = [
+    {"name": f"ORBITKV_OPERATOR_{name}_SECONDS", "value": str(seconds)}
+    for name, seconds in {"PROBE": 5, "SWEEP": 5, "PATIENCE": 10}.items()
+]
+"""What the operator is to do within minutes, it does within seconds in tests."""
 PRIVILEGED = {f"pod-security.kubernetes.io/{mode}": "privileged" for mode in ("enforce", "audit", "warn")}
 
 
@@ -206,7 +211,8 @@ def installed(target: Target, values: dict[str, Any], helm: int = 3) -> Iterator
     kubectl.apply(namespace_object(namespace, PRIVILEGED))
     try:
         try:
-            target.helm[helm].install(RELEASE, namespace, {"images": {"registry": target.registry}, **values})
+            chosen = {"images": {"registry": target.registry}, "operator": {"env": HASTY}, **values}
+            target.helm[helm].install(RELEASE, namespace, chosen)
         except HelmError as error:
             # asked now, as all of it is removed before a failure is looked into
             pods = kubectl.run("describe", "pods", f"--namespace={namespace}")

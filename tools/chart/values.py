@@ -108,6 +108,11 @@ class Operator(Part):
     affinity: Object = Field(default={}, description="Affinity of the operator's pods.")
     pod_annotations: dict[str, str] = Field(default={}, description="Further annotations of the operator's pods.")
     pod_labels: dict[str, str] = Field(default={}, description="Further labels of the operator's pods.")
+    env: list[Object] = Field(
+        default=[],
+        description="Further environment variables of the operator, as in a container's `env`. Each of its settings "
+        "has one (docs/configuration.md).",
+    )
 
 
 class Payload(Part):

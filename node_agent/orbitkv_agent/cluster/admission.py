@@ -117,7 +117,7 @@ class TokenAdmission(Admission):
                 Rejected(
                     "too-many-reviews",
                     ErrorKind.UNAVAILABLE,
-                    "too-many-reviews: too many tokens wait to be checked; attach again later",
+                    "too many tokens wait to be checked; attach again later",
                 )
             )
 

@@ -13,7 +13,7 @@ import os
 import select
 import socket
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -39,6 +39,9 @@ MAX_WAITING_BYTES: Final = 8 << 20
 """Replies that a client may leave unread before its stream is closed."""
 _READABLE: Final = select.EPOLLIN | select.EPOLLHUP | select.EPOLLERR
 _WRITABLE: Final = select.EPOLLOUT
+_FRAMES_A_TURN: Final = 32
+"""Requests of one session that are served in a row: a flood of small ones must not keep the others waiting."""
+_ALL: Final = 1 << 30
 _LAST_READS: Final = 64
 """Reads of what a process left in the socket when it exited."""
 
@@ -113,6 +116,7 @@ class Session:
         self._events = events
         self._socket = connection
         self._reader = framing.FrameReader(framing.MAX_HELLO_BYTES)
+        self._backlog: deque[tuple[int, bytes | memoryview]] = deque()
         self._outbox: deque[tuple[memoryview, Sequence[int]]] = deque()
         self._outbox_bytes = 0
         connection.setblocking(False)
@@ -122,6 +126,11 @@ class Session:
 
     def __str__(self) -> str:
         return f"session {self.epoch} ({self.client or 'unnamed'}, pid {self.peer.pid})"
+
+    @property
+    def backlog(self) -> int:
+        """Requests that have come and have not had their turn."""
+        return len(self._backlog)
 
     @property
     def is_open(self) -> bool:
@@ -216,11 +225,11 @@ class Session:
     def _on_socket(self, events: int) -> None:
         if events & _WRITABLE:
             self._flush()
-        if events & _READABLE and self.state is SessionState.OPEN:
-            self._read()
+        if events & _READABLE and self.state is SessionState.OPEN and not self._backlog:
+            self._read(_FRAMES_A_TURN)
 
-    def _read(self) -> bool:
-        """Take one piece of input; return whether there may be more."""
+    def _read(self, most: int) -> bool:
+        """Take one piece of input and serve `most` requests of it, the rest later; return whether there may be more."""
         buffer = self._loop.scratch
         try:
             size = self._socket.recv_into(buffer)  # not recvmsg: descriptors that a client sends are dropped
@@ -239,16 +248,35 @@ class Session:
             self.refuse_stream(refusal.kind, str(refusal))
             self.end_stream(refusal.reason)
             return False
+        self.last_heard = self._loop.now()
+        if len(frames) > most:
+            self._backlog.extend(frames[most:])  # of several frames the bodies are their own
+            del frames[most:]
+            self._loop.post(self._go_on)
+        return self._serve(frames)
+
+    def _serve(self, frames: Iterable[tuple[int, bytes | memoryview]]) -> bool:
         for sequence, body in frames:
             self._events.frame(self, sequence, body)
             if self.state is not SessionState.OPEN:
+                self._backlog.clear()
                 return False
-        self.last_heard = self._loop.now()
         return True
 
+    def _go_on(self) -> None:
+        """Serve the next requests of a piece that came at once, after everybody else has had a turn."""
+        if self.state is not SessionState.OPEN or not self._backlog:
+            return
+        frames = [self._backlog.popleft() for _ in range(min(len(self._backlog), _FRAMES_A_TURN))]
+        if self._serve(frames) and self._backlog:
+            self._loop.post(self._go_on)
+
     def _on_exit(self, _events: int) -> None:
+        if self.state is SessionState.OPEN:
+            left, self._backlog = self._backlog, deque()
+            self._serve(left)
         for _ in range(_LAST_READS):
-            if self.state is not SessionState.OPEN or not self._read():
+            if self.state is not SessionState.OPEN or not self._read(_ALL):
                 break
         self.close()
 

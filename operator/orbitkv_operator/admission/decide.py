@@ -112,7 +112,8 @@ def decide(pod: Object, namespace: str, world: World, rules: Rules) -> Decision:
     secrets: tuple[str, ...] = ()
     if rules.lmcache:
         annotations, secrets = asks.from_lmcache(metadata.get("labels") or {}, annotations)
-    labels = world.namespace_labels(namespace) or {}
+    known = world.namespace_labels(namespace)
+    labels = known or {}
     default = world.namespace_annotations(namespace) if labels.get(stamps.ANNOTATION_INJECT) == "true" else None
     ask = asks.read(annotations, namespace, default)
     if ask is None:
@@ -126,6 +127,8 @@ def decide(pod: Object, namespace: str, world: World, rules: Rules) -> Decision:
         return Leave()
     if isinstance(target, Note):
         return Skip(target)
+    if known is None:
+        return Skip(_new_namespace(namespace))
     note = _out_of_reach(spec) or _forbidden(labels, namespace, rules) or _unpullable(rules) or _taken(spec, target)
     if note is not None:
         return Skip(note)
@@ -162,6 +165,14 @@ def _out_of_reach(spec: Object) -> Note | None:
     if (spec.get("os") or {}).get("name") == "windows":
         return Note("runtime-isolated", "The pod is for Windows nodes, and agents run on Linux.")
     return None
+
+
+def _new_namespace(namespace: str) -> Note:
+    return Note(
+        "internal-error",
+        f"The webhook did not know Namespace {namespace} yet, so it could not tell what Pod Security allows there. "
+        "Make the pod anew.",
+    )
 
 
 def _forbidden(labels: Mapping[str, str], namespace: str, rules: Rules) -> Note | None:

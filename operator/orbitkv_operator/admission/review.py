@@ -44,13 +44,16 @@ class Reviewer:
     rules: Callable[[], Rules]
     """The rules at present."""
 
-    def answer(self, body: bytes) -> Answer:
-        """Return the answer to a request's body.
+    def waits_for(self, review: Object) -> str:
+        """Return the namespace of a pod that is too new to be known: the watches show it in a moment. Else nothing."""
+        request: Object = review["request"]
+        namespace = request.get("namespace")
+        if request["kind"]["kind"] != "Pod" or not isinstance(namespace, str):
+            return ""
+        return namespace if self.world.namespace_labels(namespace) is None else ""
 
-        Raises:
-            ReviewError: it is not an AdmissionReview of a CREATE or UPDATE.
-        """
-        review = _read(body)
+    def answer(self, review: Object) -> Answer:
+        """Return the answer to a review."""
         request: Object = review["request"]
         try:
             outcome, patch, note = self._decide(request)
@@ -79,7 +82,12 @@ class Reviewer:
         return "left", patch, None
 
 
-def _read(body: bytes) -> dict[str, Any]:
+def read(body: bytes) -> dict[str, Any]:
+    """Return the review that a request's body holds.
+
+    Raises:
+        ReviewError: it is not an AdmissionReview of a CREATE or UPDATE.
+    """
     try:
         review = json.loads(body)
         request = review["request"]

@@ -10,14 +10,15 @@ import ssl
 import tempfile
 import threading
 import time
+from collections.abc import Coroutine
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from aiohttp import web
 
 from orbitkv_operator.admission.metrics import WebhookMetrics
-from orbitkv_operator.admission.review import Reviewer, ReviewError
+from orbitkv_operator.admission.review import Reviewer, ReviewError, read
 from orbitkv_operator.certificates import Serving
 
 logger = logging.getLogger(__name__)
@@ -28,6 +29,9 @@ LARGEST_BODY: Final = 16 << 20
 BODY_SECONDS: Final = 5.0
 KEEP_ALIVE_SECONDS: Final = 300.0
 """Longer than the apiserver keeps an idle connection: whoever closes first must not be us, or a review gets lost."""
+NAMESPACE_SECONDS: Final = 0.6
+"""How long a pod waits for its namespace to be shown by the watch, where both are made at once."""
+LOOK_AGAIN_SECONDS: Final = 0.02
 CLOSE_SECONDS: Final = 5.0
 
 
@@ -52,15 +56,7 @@ class AdmissionServer:
         Raises:
             OSError: the port cannot be had; the message names it. Or the certificate cannot be used (ssl.SSLError).
         """
-        context = self._context or ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        with tempfile.TemporaryDirectory() as folder:  # the library reads it from files only
-            pair = Path(folder, "tls.pem")
-            pair.touch(0o600)
-            pair.write_bytes(serving.certificate + b"\n" + serving.key)
-            context.load_cert_chain(pair)
-        if self._context is None:
-            self._call(self._open(context)).result(CLOSE_SECONDS)
-            self._context = context
+        self._call(self._show(serving)).result(CLOSE_SECONDS)
 
     def close(self) -> None:
         """Finish what is being answered, and end."""
@@ -69,13 +65,25 @@ class AdmissionServer:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(CLOSE_SECONDS)
 
-    def _call(self, what: object) -> Future[object]:
-        return asyncio.run_coroutine_threadsafe(what, self._loop)  # type: ignore[arg-type]
+    def _call(self, what: Coroutine[Any, Any, None]) -> Future[None]:
+        return asyncio.run_coroutine_threadsafe(what, self._loop)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
         self._loop.close()
+
+    async def _show(self, serving: Serving) -> None:
+        """In the loop, where handshakes are: a context must not change under one."""
+        context = self._context or ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        with tempfile.TemporaryDirectory() as folder:  # the library reads it from files only
+            pair = Path(folder, "tls.pem")
+            pair.touch(0o600)
+            pair.write_bytes(serving.certificate + b"\n" + serving.key)
+            context.load_cert_chain(pair)
+        if self._context is None:
+            await self._open(context)
+            self._context = context
 
     async def _open(self, context: ssl.SSLContext) -> None:
         app = web.Application(client_max_size=LARGEST_BODY)
@@ -102,7 +110,10 @@ class AdmissionServer:
             return web.Response(status=408, text="the body did not come in time\n")
         began = time.perf_counter()
         try:
-            answer = self._reviewer.answer(body)
+            review = read(body)
+            while self._reviewer.waits_for(review) and time.perf_counter() - began < NAMESPACE_SECONDS:
+                await asyncio.sleep(LOOK_AGAIN_SECONDS)
+            answer = self._reviewer.answer(review)
         except ReviewError as error:
             self._metrics.malformed()
             logger.warning("what came is no review", extra={"error": str(error), "bytes": len(body)})

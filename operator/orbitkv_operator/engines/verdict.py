@@ -68,7 +68,7 @@ def verdict(
                 True, True, "", f"{engine} uses CacheNamespace {said.cache_namespace} through the agent on node {node}."
             )
         if said.state in (pb.VISIT_STATE_OFF, pb.VISIT_STATE_REFUSED):
-            return Verdict(False, True, said.reason or "refused", _sentence(said.message))
+            return Verdict(False, True, said.reason or "refused", _said(said))
     absent = _nothing_there(pod, cache, pool_exists, on_node)
     if absent is not None:
         return absent
@@ -78,11 +78,11 @@ def verdict(
             False,
             False,
             "not-registered",
-            f"The engine is connected to the agent on node {node} and not registered: {_sentence(visit[1].message)} "
+            f"The engine is connected to the agent on node {node} and not registered: {_said(visit[1])} "
             "If it stays so, the engine's log says why.",
         )
     if visit is not None and visit[1].state == pb.VISIT_STATE_LEFT:
-        why = f": {_sentence(visit[1].message)}" if visit[1].message else "."
+        why = f": {_said(visit[1])}" if visit[1].message else "."
         return Verdict(
             False,
             False,
@@ -149,6 +149,11 @@ def _nothing_there(
             "comes.",
         )
     return None
+
+
+def _said(visit: pb.PodVisit) -> str:
+    """Return what an agent says, without the reason that its words may begin with."""
+    return _sentence(visit.message.removeprefix(f"{visit.reason}: "))
 
 
 def _sentence(words: str) -> str:

@@ -15,7 +15,7 @@ from orbitkv_crds.agent_api.reports_pb2 import PodVisit
 from orbitkv_operator.engines.pods import EnginePod, EnginePods, Without
 from orbitkv_operator.engines.verdict import Verdict, verdict
 from orbitkv_operator.events import Events
-from orbitkv_operator.reports.store import ReportStore
+from orbitkv_operator.reports.store import INTERVAL, ReportStore
 from orbitkv_operator.view import Name, View
 from orbitkv_operator.work import FORGET
 
@@ -145,9 +145,10 @@ class PodReconciler:
             return None
         if known.word == "attached":
             self._tell(pod, known, found.reason, found, "CacheDetached", now, 0.0)
-        if pod.ready_since is None or not self.reports.settled:
-            # not ready: the engine may still load its model, and attaches when it has
-            return None
+        if pod.ready_since is None:
+            return None  # the engine may still load its model, and attaches when it has
+        if not self.reports.settled:
+            return INTERVAL  # an agent that has not reported yet may know more
         patience = max(pod.ready_since, known.attached) + self.patience - now
         if patience > 0:
             return patience

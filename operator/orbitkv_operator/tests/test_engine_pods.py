@@ -180,7 +180,9 @@ def test_agent_that_was_replaced_detaches(world: World) -> None:
 
 def test_refused_pod_and_engine_that_stays_off_are_told_at_once(world: World) -> None:
     world.show(pod_body())
-    world.visit(pb.VISIT_STATE_REFUSED, "access-denied", "the ServiceAccount is not among access.serviceAccounts")
+    world.visit(
+        pb.VISIT_STATE_REFUSED, "access-denied", "access-denied: the ServiceAccount is not among access.serviceAccounts"
+    )
     world.look()
     assert world.told()[1] == (
         "CacheNotAttached",
@@ -235,7 +237,7 @@ def test_pod_that_is_not_ready_is_left_in_peace(world: World) -> None:
 def test_new_leader_waits_for_the_agents_before_it_says_that_a_pod_is_not_attached(world: World) -> None:
     world.show(pod_body(ready=START - 1000))
     world.now = START + 1
-    world.look()
+    assert world.look() == INTERVAL
     assert "CacheNotAttached" not in world.reasons()
     world.after(FRESH)
     world.look()

@@ -406,8 +406,10 @@ def test_four_thousand_aborted_requests_leak_nothing(engine: Engine) -> None:
         engine.control.post(CancelQuery([number]))
         if number % 100 == 99:
             engine.world.pump()
+            engine.world.until(lambda: not engine.control.session.backlog)
             engine.control.read()
             engine.control.replies.clear()
     engine.world.pump()
+    engine.world.until(lambda: not engine.control.session.backlog)
     assert not any(engine.world.agent.oracle().values())
     assert not engine.control.session.operations

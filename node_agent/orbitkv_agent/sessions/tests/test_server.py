@@ -568,3 +568,36 @@ def test_waiting_queries_are_answered_when_a_drain_begins(tmp_path: Path) -> Non
         assert engine.control.poll(101) == Nothing("draining")
         engine.control.cancel(100)
         engine.worker.done(plan)
+
+
+def test_a_flood_of_requests_leaves_a_turn_to_the_others(world: World) -> None:
+    """Hundreds of them come with one read; they are all answered, in order, and nobody waits for all of that."""
+    flood, other = world.client(), world.client()
+    numbers = range(1000, 1500)
+    flood.socket.sendall(b"".join(framing.encode(Ping(), number) for number in numbers))
+    number = other.post(Ping())
+    for _ in range(2):
+        world.agent.loop.run_once(0)
+    other.read()
+    assert number in other.replies
+    assert flood.session.backlog > len(numbers) // 2
+
+    def answered() -> bool:
+        flood.read()
+        return numbers[-1] in flood.replies
+
+    world.until(answered)
+    assert [each for each in flood.replies if each in numbers] == list(numbers)
+
+
+def test_what_came_before_an_exit_is_served_in_order(tmp_path: Path) -> None:
+    with World(tmp_path) as world:
+        client = world.client()
+        session = client.session
+        client.socket.sendall(b"".join(framing.encode(Ping(), number) for number in range(1, 200)))
+        client.socket.sendall(framing.encode(Goodbye(), 200))
+        world.agent.loop.run_once(0)
+        assert session.backlog
+        session._on_exit(0)
+        assert session.state is SessionState.CLOSED
+        assert not session.backlog

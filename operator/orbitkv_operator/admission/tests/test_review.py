@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from orbitkv_crds import names, stamps
-from orbitkv_operator.admission.review import Reviewer, ReviewError
+from orbitkv_operator.admission.review import Reviewer, ReviewError, read
 from orbitkv_operator.admission.tests.pods import NAMESPACE, RULES, FakeWorld, make_pod, patched
 
 Object = dict[str, Any]
@@ -33,6 +33,10 @@ def review(thing: Object, kind: str = "Pod", **request: Any) -> bytes:
     return json.dumps(body).encode()
 
 
+def parsed(thing: Object, kind: str = "Pod", **request: Any) -> Object:
+    return read(review(thing, kind, **request))
+
+
 def reviewer(world: FakeWorld | None = None) -> Reviewer:
     return Reviewer(world or FakeWorld(), lambda: RULES)
 
@@ -53,7 +57,7 @@ def asking(**annotations: str) -> Object:
 
 
 def test_pod_is_injected() -> None:
-    answer = reviewer().answer(review(asking()))
+    answer = reviewer().answer(parsed(asking()))
     assert answer.outcome == "injected"
     assert answer.body["response"]["uid"] == "uid-of-review"
     after = patched(asking(), patch_of(answer.body))
@@ -65,13 +69,13 @@ def test_namespace_is_the_requests_own() -> None:
     """The object of a CREATE may carry none, or a forged one."""
     pod = asking()
     pod["metadata"]["namespace"] = "other"
-    after = patched(pod, patch_of(reviewer().answer(review(pod)).body))
+    after = patched(pod, patch_of(reviewer().answer(parsed(pod)).body))
     stamp = stamps.read_injected(after["metadata"]["annotations"])
     assert stamp is not None and stamp.namespace == f"{NAMESPACE}/chat"
 
 
 def test_skipped_pod_says_why_and_whoever_made_it_is_told() -> None:
-    answer = reviewer().answer(review(asking(mode="x" * 500)))
+    answer = reviewer().answer(parsed(asking(mode="x" * 500)))
     assert (answer.outcome, answer.reason) == ("skipped", "invalid-annotation")
     (warning,) = answer.body["response"]["warnings"]
     assert warning.startswith("OrbitKV: invalid-annotation: orbitkv.io/mode is") and len(warning) <= 256
@@ -81,7 +85,7 @@ def test_skipped_pod_says_why_and_whoever_made_it_is_told() -> None:
 
 
 def test_pod_that_asks_for_nothing_is_left() -> None:
-    answer = reviewer().answer(review(make_pod([ENGINE])))
+    answer = reviewer().answer(parsed(make_pod([ENGINE])))
     assert (answer.outcome, patch_of(answer.body)) == ("left", [])
 
 
@@ -90,7 +94,7 @@ def test_workload_gets_its_copy_and_its_author_a_warning() -> None:
         "metadata": {"name": "a", "annotations": {"orbitkv.io/cache-namspace": "chat"}},
         "spec": {"template": {"metadata": {}, "spec": {}}},
     }
-    answer = reviewer().answer(review(owner, "Deployment"))
+    answer = reviewer().answer(parsed(owner, "Deployment"))
     assert answer.outcome == "copied"
     assert "orbitkv.io/cache-namspace" in answer.body["response"]["warnings"][0]
     assert patched(owner, patch_of(answer.body))["spec"]["template"]["metadata"]["annotations"]
@@ -98,8 +102,17 @@ def test_workload_gets_its_copy_and_its_author_a_warning() -> None:
 
 @pytest.mark.parametrize(("kind", "more"), [("ConfigMap", {}), ("Pod", {"subResource": "ephemeralcontainers"})])
 def test_what_is_not_meant_passes(kind: str, more: Object) -> None:
-    answer = reviewer().answer(review(asking(), kind, **more))
+    answer = reviewer().answer(parsed(asking(), kind, **more))
     assert (answer.outcome, patch_of(answer.body)) == ("left", [])
+
+
+def test_pod_of_a_namespace_that_is_too_new_to_be_known_passes_with_its_reason() -> None:
+    """Pod Security may forbid what injection adds: nobody knows yet, and the pod must start."""
+    waiting = parsed(asking(), namespace="new")
+    assert reviewer().waits_for(waiting) == "new"
+    assert reviewer().answer(waiting).reason == "internal-error"
+    assert reviewer().waits_for(parsed(asking())) == ""
+    assert reviewer().waits_for(parsed({"metadata": {}}, "Deployment", namespace="new")) == ""
 
 
 class Broken(FakeWorld):
@@ -110,7 +123,7 @@ class Broken(FakeWorld):
 
 
 def test_defect_of_ours_lets_the_pod_pass_with_its_reason() -> None:
-    answer = reviewer(Broken()).answer(review(asking()))
+    answer = reviewer(Broken()).answer(parsed(asking()))
     assert answer.outcome == "failed"
     after = patched(asking(), patch_of(answer.body))
     found = stamps.read_skip(after["metadata"]["annotations"])
@@ -121,7 +134,7 @@ def test_defect_of_ours_lets_the_pod_pass_with_its_reason() -> None:
 @pytest.mark.parametrize("thing", [{}, {"spec": []}, {"metadata": [], "spec": {"containers": "x"}}, {"metadata": None}])
 def test_object_of_no_shape_passes(thing: Object) -> None:
     annotated = {"metadata": {"annotations": {names.ANNOTATION_CACHE_NAMESPACE: "chat"}}} | thing
-    assert reviewer().answer(review(annotated)).body["response"]["allowed"] is True
+    assert reviewer().answer(parsed(annotated)).body["response"]["allowed"] is True
 
 
 @pytest.mark.parametrize(
@@ -141,4 +154,4 @@ def test_object_of_no_shape_passes(thing: Object) -> None:
 )
 def test_what_is_no_review_is_refused(body: bytes) -> None:
     with pytest.raises(ReviewError):
-        reviewer().answer(body)
+        read(body)

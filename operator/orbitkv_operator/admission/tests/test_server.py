@@ -6,7 +6,7 @@ import http.client
 import json
 import socket
 import ssl
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -16,6 +16,7 @@ from prometheus_client.exposition import generate_latest
 from orbitkv_operator.admission import server as module
 from orbitkv_operator.admission.metrics import WebhookMetrics
 from orbitkv_operator.admission.server import PATH, AdmissionServer
+from orbitkv_operator.admission.tests.pods import FakeWorld
 from orbitkv_operator.admission.tests.test_review import asking, review, reviewer
 from orbitkv_operator.certificates import Serving, read, renewed
 
@@ -99,6 +100,23 @@ def test_body_that_does_not_come_holds_up_nobody(
     stuck.endheaders()
     assert post(connect(server, serving), review(asking()))[0] == 200
     assert stuck.getresponse().status == 408
+
+
+def test_pod_that_comes_with_its_namespace_waits_for_it(serving: Serving, metrics: WebhookMetrics) -> None:
+    class World(FakeWorld):
+        """Knows the namespace once it has been asked a few times."""
+
+        asked = 0
+
+        def namespace_labels(self, name: str) -> Mapping[str, str] | None:
+            self.asked += 1
+            return {} if self.asked > 3 else None
+
+    found = AdmissionServer(0, reviewer(World()), metrics)
+    found.show(serving)
+    assert post(connect(found, serving), review(asking()))[0] == 200
+    found.close()
+    assert counted(metrics, 'webhook_reviews_total{outcome="injected"} 1.0')
 
 
 def test_renewed_certificate_is_shown_to_new_connections_and_the_old_ones_live_on(
