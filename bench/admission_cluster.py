@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Final
 
 from bench.admission import alternating
@@ -161,10 +161,16 @@ def _none(target: Target, namespace: str, query: str) -> bool:
 
 def _remove(target: Target, namespace: str) -> None:
     from kubernetes.client import CoreV1Api
+    from kubernetes.client.exceptions import ApiException
 
     client = CoreV1Api(load_client(str(target.kubeconfig)))
-    client.delete_collection_namespaced_pod(namespace, grace_period_seconds=0)
-    _wait(lambda: _none(target, namespace, ""), "all pods to be gone")
+
+    def gone() -> bool:
+        with suppress(ApiException):  # the apiserver gives a request a minute, and what it has not deleted then stays
+            client.delete_collection_namespaced_pod(namespace, grace_period_seconds=0)
+        return _none(target, namespace, "")
+
+    _wait(gone, "all pods to be gone")
 
 
 def _wait(holds: Callable[[], bool], what: str) -> None:
@@ -204,6 +210,8 @@ def _fake_nodes(target: Target, cluster: Cluster) -> Iterator[list[str]]:
             ),
             timeout=LIMIT,
         )
+        ready = ("--selector=orbitkv-bench=node", "--for=condition=Ready", f"--timeout={LIMIT:.0f}s")
+        target.kubectl.run("wait", "node", *ready, timeout=LIMIT)
         yield found
     finally:
         target.kubectl.run("delete", "nodes", "--selector=orbitkv-bench=node", "--wait=false", timeout=LIMIT)

@@ -5,6 +5,7 @@ What the webhook decides, and that it can hold up nothing, is tested without nod
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -100,7 +101,12 @@ def without_webhook(kubectl: Kubectl, installation: Installation) -> Iterator[No
     found = kubectl.get("deployment", names.WEBHOOK, installation.namespace)
     assert found is not None
     scale(0)
+    labels = "app.kubernetes.io/name=orbitkv,app.kubernetes.io/component=webhook"
     try:
+        # they go on serving for a while, so that no request is lost when one is replaced
+        kubectl.until(
+            lambda: not kubectl.list_all("pods", installation.namespace, labels), "the webhook's pods to be gone"
+        )
         yield
     finally:
         scale(found["spec"]["replicas"])
@@ -139,6 +145,56 @@ def test_annotated_workload_attaches_with_all_of_it_applied_at_once(
     kubectl.run("annotate", "deployment", "engine", f"{names.ANNOTATION_CACHE_NAMESPACE}-", f"--namespace={namespace}")
     kubectl.wait_gone("pod", inside.name, namespace, timeout=90)
     assert not stamps.is_stamped(running(kubectl, namespace, "app=engine")["metadata"]["labels"])
+
+
+@contextmanager
+def payload(kubectl: Kubectl, installation: Installation, image: str) -> Iterator[None]:
+    """While another image is the payload's."""
+    where = f"--namespace={installation.namespace}"
+    programs = ("operator", "webhook")
+
+    def variable(program: str) -> str:
+        return f"ORBITKV_{program.upper()}_PAYLOAD_IMAGE"
+
+    def use(images: dict[str, str]) -> None:
+        for program in programs:
+            kubectl.run("set", "env", f"deployment/orbitkv-{program}", f"{variable(program)}={images[program]}", where)
+        for program in programs:
+            kubectl.run("rollout", "status", f"deployment/orbitkv-{program}", "--timeout=90s", where, timeout=100)
+
+    before = {}
+    for program in programs:
+        found = kubectl.get("deployment", f"orbitkv-{program}", installation.namespace)
+        assert found is not None
+        env = found["spec"]["template"]["spec"]["containers"][0]["env"]
+        before[program] = next(each["value"] for each in env if each["name"] == variable(program))
+    try:
+        use(dict.fromkeys(programs, image))
+        yield
+    finally:
+        use(before)
+
+
+def test_payload_that_no_node_can_pull_stops_injection_and_nothing_else(
+    kubectl: Kubectl, clean: Installation, engine_image: str
+) -> None:
+    namespace = clean.make_namespace()
+    with payload(kubectl, clean, "localhost/orbitkv/none:1"):
+        clean.make_pool()  # its agents are ready without the payload
+        names_of_pods = iter(range(1000))
+
+        def reason() -> str:
+            name = f"engine-{next(names_of_pods)}"
+            metadata = {"name": name, "namespace": namespace}
+            metadata |= {"annotations": {names.ANNOTATION_CACHE_NAMESPACE: "chat"}}
+            pod = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": strict(engine_image, "main")}
+            command = ("create", "--dry-run=server", "-o", "json", "-f", "-")
+            made = json.loads(kubectl.run(*command, stdin=json.dumps(pod)))
+            note = stamps.read_skip(made["metadata"]["annotations"])
+            return note.reason if note else ""
+
+        kubectl.until(lambda: reason() == "payload-pull-failing", "the payload to be found missing", timeout=60)
+    kubectl.until(lambda: reason() == "", "pods to be injected again", timeout=60)
 
 
 def test_pods_start_without_a_webhook_and_are_injected_once_it_is_back(

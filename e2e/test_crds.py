@@ -44,8 +44,12 @@ class Answer:
         """(field, message) of each thing that is wrong; the field is empty for the object as a whole."""
         causes = self.body.get("details", {}).get("causes", [])
         pairs = [(cause.get("field", ""), cause["message"]) for cause in causes]
-        # what the apiserver adds when it gave up, or tried one half of an alternative
-        noise = ("some validation rules were not checked", "must validate at least one schema")
+        # what the apiserver adds when it gave up, tried one half of an alternative, or (from 1.37) says a second time
+        noise = (
+            "some validation rules were not checked",
+            "must validate at least one schema",
+            "Checked value must be of type",
+        )
         return [
             ("" if field == "<nil>" else field, message)
             for field, message in pairs

@@ -4,7 +4,7 @@
 
 Every run is made even if one before it failed. The exit code is 0 only if all of them passed, and a run without a
 single test has not passed. While the tests on a cluster run, which mostly wait, those on apiservers and the guards run
-beside them, at a lower priority; nothing runs beside tests that measure time by the millisecond.
+beside them, at lower priorities; nothing runs beside tests that measure time by the millisecond.
 """
 
 import argparse
@@ -22,7 +22,8 @@ from e2e.cluster.cluster import Cluster, state_folder
 from e2e.cluster.processes import ClusterError
 from tools import cache, environments, guards
 
-NICENESS = 10
+ASIDE = {"apiservers": 5, "guards": 19}
+"""What runs beside the tests on a cluster, and how far it gives way to them: it is not to slow down what has deadlines."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ def run_guards() -> Result:
 def run_aside(part: str) -> Result:
     """Runs a part in a process of its own, at a lower priority, and keeps its output."""
     started = time.monotonic()
-    command = ["nice", "-n", str(NICENESS), sys.executable, "-m", "tools.run_tests", "--only", part]
+    command = ["nice", "-n", str(ASIDE[part]), sys.executable, "-m", "tools.run_tests", "--only", part]
     done = subprocess.run(
         command,
         cwd=environments.ROOT,
@@ -86,10 +87,10 @@ def run_aside(part: str) -> Result:
 
 
 def run_beside(parts: list[str]) -> list[Result]:
-    """Runs the tests on the cluster, and these parts meanwhile, one after the other; then shows what they printed."""
+    """Runs the tests on the cluster, and these parts meanwhile; then shows what they printed."""
     programs.ensure()
-    with ThreadPoolExecutor(1) as lane:
-        aside: list[Future[Result]] = [lane.submit(run_aside, part) for part in parts]
+    with ThreadPoolExecutor(len(parts)) as lanes:
+        aside: list[Future[Result]] = [lanes.submit(run_aside, part) for part in parts]
         (nodes,) = environments.select("nodes")
         results = [run_selection(nodes)]
         for each in aside:

@@ -127,7 +127,8 @@ def read_injected(annotations: Mapping[str, Any]) -> Injected | None:
         return None
     if not all(isinstance(text, str) for text in texts):
         return None
-    return Injected(*texts, payload, notes)
+    version, namespace, container, engine = texts
+    return Injected(version, namespace, container, engine, payload, notes)
 
 
 def skip_reason(note: Note) -> str:

@@ -286,7 +286,7 @@ def deaf(options: dict[str, Any]) -> None:
     raw = it.connection._socket
     raw.setblocking(False)
     end = time.monotonic() + 60
-    request = bytes(encode(Query(it.instance, 1, 1, [names(0, 1)], 0), 1)) * 200
+    request = bytes(encode(Unregister(1), 1)) * 200  # small, with an answer that is not
     rest = memoryview(request)
     while time.monotonic() < end:
         try:

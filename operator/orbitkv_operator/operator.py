@@ -185,7 +185,7 @@ class Operator:
 
     def _handlers(self, owner: Owner) -> dict[str, Any]:
         status, events = StatusWriter(self._api), Events(self._api, self._settings.pod_name)
-        payloads = PayloadPulls()
+        payloads = PayloadPulls(self._payload_changed)
         pools = PoolReconciler(
             self._api, self._view, self._settings, self._store, status, events, lambda: self._bundle, payloads
         )
@@ -236,6 +236,11 @@ class Operator:
             left = {(it.namespace, it.name) for it in before.cache_namespaces if it.engines}
             for name in left - {(it.namespace, it.name) for it in report.cache_namespaces}:
                 self._queue.add(cache_key(*name))
+
+    def _payload_changed(self) -> None:
+        """Nodes fare otherwise with the payload than before: the webhook has to know."""
+        if self._settings.webhook:
+            self._queue.add(WEBHOOK)
 
     def _without_changed(self, cache: str) -> None:
         """Other pods run without a CacheNamespace than before: its status names them."""

@@ -28,7 +28,7 @@ MARK: Final = "ORBITKV_INJECTED"
 CONNECTOR: Final = json.dumps(
     {
         "kv_connector": "OrbitKVConnector",
-        "kv_connector_module_path": "orbitkv.vllm.connector",
+        "kv_connector_module_path": "orbitkv.vllm",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
     },

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from orbitkv_crds import names
-from orbitkv_operator.cluster.api import CACHES, DEPLOYMENTS, PODS, POOLS, Api, Manifest, Resource
+from orbitkv_operator.cluster.api import CACHES, DEPLOYMENTS, PODS, POOLS, Api, ApiError, Manifest, Resource
 from orbitkv_operator.names import AGENT_LABELS
 
 _OPERATOR_LABELS: Final = "app.kubernetes.io/name=orbitkv,app.kubernetes.io/component=operator"
@@ -36,6 +36,15 @@ class Cluster:
     def get(self, resource: Resource, namespace: str | None, name: str) -> Manifest | None:
         """Return an object, or None if there is none."""
         return self.api.get(resource, namespace, name)
+
+    def get_or_unknown(self, resource: Resource, namespace: str | None, name: str) -> tuple[Manifest | None, bool]:
+        """Return an object, or None, and whether one's rights reach to it."""
+        try:
+            return self.get(resource, namespace, name), True
+        except ApiError as error:
+            if error.status != 403:
+                raise
+            return None, False
 
     def all(self, resource: Resource, namespace: str = "", labels: str = "") -> list[Manifest]:
         """Return all objects in a namespace ("": in all) that a label selector names."""

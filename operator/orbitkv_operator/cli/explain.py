@@ -46,8 +46,11 @@ def explain(cluster: Cluster, namespace: str, name: str) -> list[Finding]:
     found = [_pod(manifest, pod), *_decided(cluster, manifest, pod)]
     if pod.injected is None:
         return found
-    cache = cluster.get(CACHES, *_place(pod.cache))
-    found += _cache(cluster, pod, cache)
+    cache, readable = cluster.get_or_unknown(CACHES, *_place(pod.cache))
+    if readable:
+        found += _cache(cluster, pod, cache)
+    else:
+        found.append(info(f"CacheNamespace {pod.cache}", "Your rights do not reach to it.", "Ask those who own it."))
     if cache is not None:
         found += _agent(cluster, pod, cache)
     found += _containers(manifest, pod)
@@ -157,7 +160,7 @@ def anew(manifest: Manifest) -> Manifest:
 
 
 def _never_asked(cluster: Cluster, pod: EnginePod) -> Iterator[Finding]:
-    namespace = cluster.get(NAMESPACES, None, pod.namespace)
+    namespace, _ = cluster.get_or_unknown(NAMESPACES, None, pod.namespace)
     metadata = (namespace or {"metadata": {}})["metadata"]
     labelled = (metadata.get("labels") or {}).get(ANNOTATION_INJECT) == "true"
     default = (metadata.get("annotations") or {}).get(names.ANNOTATION_CACHE_NAMESPACE)
@@ -194,7 +197,7 @@ def _cache(cluster: Cluster, pod: EnginePod, cache: Manifest | None) -> Iterator
     ready = condition(cache, "Ready")
     if ready.get("status") == "True":
         yield ok(about, f"It is ready, in ManagerPool {pool_of(cache)}.")
-    elif cluster.get(POOLS, None, pool_of(cache)) is None:
+    elif cluster.get_or_unknown(POOLS, None, pool_of(cache)) == (None, True):
         yield problem(about, f"It refers to ManagerPool {pool_of(cache)}, which does not exist.", "Make the pool.")
     else:
         yield problem(

@@ -7,7 +7,7 @@ comes.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -52,18 +52,25 @@ def pulls(pods: Iterable[Manifest], image: str) -> Pulls:
 class PayloadPulls:
     """What is known of all pools. The lock guards `_pools`; nothing waits under it."""
 
+    changed: Callable[[], None] = lambda: None
+    """Called when a pool fares otherwise than before."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _pools: dict[str, Pulls] = field(default_factory=dict)
 
     def note(self, pool: str, found: Pulls) -> None:
         """Keep what the agents of a pool show."""
         with self._lock:
+            before = self._pools.get(pool, Pulls())
             self._pools[pool] = found
+        if (bool(before.had), bool(before.failed)) != (bool(found.had), bool(found.failed)):
+            self.changed()
 
     def forget(self, pool: str) -> None:
         """A pool is gone."""
         with self._lock:
-            self._pools.pop(pool, None)
+            known = self._pools.pop(pool, None)
+        if known is not None:
+            self.changed()
 
     def failing(self, image: str) -> str:
         """Return why no node can pull the image, in words for a person; nothing if one can, or none has tried."""

@@ -147,6 +147,20 @@ def test_injection_stops_only_while_every_node_that_tried_fails() -> None:
     assert found.failing(IMAGE) == ""
 
 
+def test_change_is_told_at_once_and_only_a_change() -> None:
+    told: list[str] = []
+    found = PayloadPulls(lambda: told.append("changed"))
+    found.note("a", Pulls())
+    assert told == []
+    found.note("a", Pulls(0, 1, "not found"))
+    found.note("a", Pulls(0, 2, "not found"))
+    assert len(told) == 1
+    found.note("a", Pulls(1, 1))
+    found.forget("a")
+    found.forget("a")
+    assert len(told) == 3
+
+
 def test_webhook_is_told_of_it_and_of_the_image_that_it_is_about() -> None:
     world = World()
     world.payloads.note("a", Pulls(0, 1, "not found"))

@@ -226,12 +226,18 @@ def test_agent_of_the_node_is_looked_at(world: World) -> None:
 
 def test_person_without_rights_on_the_system_namespace_sees_the_rest(world: World) -> None:
     def refuses(verb: str, resource: Any) -> None:
-        if verb == "list":
+        if verb == "list" or (resource in (CACHES, POOLS, NAMESPACES) and reach == 0):
             raise ApiError(403, f"{resource.plural} is forbidden")
 
+    reach = 1
     world.api.before = refuses
     found = {it.about: it for it in explain(Cluster(world.api), "team", "engine")}
     assert "Your rights" in found["Agent"].message and found["Engine"].level is Level.INFO
+    reach = 0
+    found = {it.about: it for it in explain(Cluster(world.api), "team", "engine")}
+    assert "Your rights" in found["CacheNamespace team/one"].message
+    world.pod({})
+    assert "does not ask" in explain(Cluster(world.api), "team", "engine")[-1].message
 
 
 def test_payload_that_cannot_be_pulled_is_named(world: World) -> None:
