@@ -180,13 +180,13 @@ def test_payload_that_no_node_can_pull_stops_injection_and_nothing_else(
 ) -> None:
     namespace = clean.make_namespace()
     with payload(kubectl, clean, "localhost/orbitkv/none:1"):
-        clean.make_pool()  # its agents are ready without the payload
+        pool = clean.make_pool()  # its agents are ready without the payload
         names_of_pods = iter(range(1000))
 
         def reason() -> str:
             name = f"engine-{next(names_of_pods)}"
-            metadata = {"name": name, "namespace": namespace}
-            metadata |= {"annotations": {names.ANNOTATION_CACHE_NAMESPACE: "chat"}}
+            metadata: Object = {"name": name, "namespace": namespace}
+            metadata["annotations"] = {names.ANNOTATION_CACHE_NAMESPACE: "chat"}
             pod = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": strict(engine_image, "main")}
             command = ("create", "--dry-run=server", "-o", "json", "-f", "-")
             made = json.loads(kubectl.run(*command, stdin=json.dumps(pod)))
@@ -194,7 +194,15 @@ def test_payload_that_no_node_can_pull_stops_injection_and_nothing_else(
             return note.reason if note else ""
 
         kubectl.until(lambda: reason() == "payload-pull-failing", "the payload to be found missing", timeout=60)
+        agents = {pod["metadata"]["uid"] for pod in clean.agents(pool).values()}
     kubectl.until(lambda: reason() == "", "pods to be injected again", timeout=60)
+
+    def whole() -> bool:
+        statuses = [it for pod in clean.agents(pool).values() for it in pod["status"].get("containerStatuses", ())]
+        return len(statuses) == 2 * len(agents) and all(it["ready"] for it in statuses)
+
+    kubectl.until(whole, "the agents' pods to have the payload", timeout=60)
+    assert {pod["metadata"]["uid"] for pod in clean.agents(pool).values()} == agents, "no agent was replaced for it"
 
 
 def test_pods_start_without_a_webhook_and_are_injected_once_it_is_back(

@@ -23,7 +23,7 @@ from e2e.cluster.processes import ClusterError
 from tools import cache, environments, guards
 
 ASIDE = {"apiservers": 5, "guards": 19}
-"""What runs beside the tests on a cluster, and how far it gives way to them: it is not to slow down what has deadlines."""
+"""What runs beside the tests on a cluster, and how far it gives way to them, which have deadlines."""
 
 
 @dataclass(frozen=True)

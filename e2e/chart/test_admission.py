@@ -34,8 +34,9 @@ from orbitkv_operator.admission.findings import Findings
 from orbitkv_operator.admission.server import PATH
 from orbitkv_operator.admission.tests.pods import make_pod, table
 from orbitkv_operator.certificates import renewed
-from orbitkv_operator.cluster.api import KubernetesApi, load_client
-from orbitkv_operator.reconcile.payload import PayloadPulls
+from orbitkv_operator.cluster.api import PODS, KubernetesApi, load_client
+from orbitkv_operator.names import PAYLOAD_CONTAINER
+from orbitkv_operator.reconcile.payload import PayloadPulls, with_image
 from orbitkv_operator.reconcile.system import Owner
 from orbitkv_operator.reconcile.webhook import WEBHOOK, WebhookReconciler
 from orbitkv_operator.settings import Settings
@@ -549,6 +550,17 @@ def test_image_volumes_are_used_where_a_dry_run_gives_them_back(
     kept = server.create(make_pod([ENGINE], {}, volumes=volumes), team, "--dry-run=server", "--validate=false")
     served = any("image" in each for each in kept["spec"]["volumes"])
     assert found["data"]["imageVolumes"] == ("true" if served else "false")
+
+
+def test_pods_of_agents_pull_another_payload_and_nothing_else_of_them_changes(server: Server, team: str) -> None:
+    agent = {"name": "agent", "image": "localhost/agent:1", "env": [{"name": "A", "value": "a"}]}
+    payload = {"name": PAYLOAD_CONTAINER, "image": "localhost/payload:0", "command": ["/orbitkv-copy", "--wait"]}
+    made = server.create(make_pod([agent, payload]), team)
+    (told,) = with_image([made], "localhost/payload:1")
+    found = KubernetesApi(load_client(str(server.kubectl.kubeconfig))).apply(PODS, told)
+    made["spec"]["containers"][1]["image"] = "localhost/payload:1"
+    assert found["spec"] == made["spec"]
+    assert found["metadata"]["uid"] == made["metadata"]["uid"]
 
 
 def reconciler(server: Server, **settings: Any) -> WebhookReconciler:

@@ -50,7 +50,8 @@ NAMESPACE_RULES: Final = (
     Rule(("apps",), ("daemonsets",), ("get", "list", "watch", "create", "patch")),
     Rule(("",), ("serviceaccounts", "configmaps"), ("get", "list", "watch", "create", "patch")),
     # Agents are replaced by deleting their pods. Pods are made in dry runs only: to see that the webhook answers.
-    Rule(("",), ("pods",), ("list", "watch", "delete", "create")),
+    # Patched is the image of the container that pulls the payload ahead.
+    Rule(("",), ("pods",), ("list", "watch", "delete", "create", "patch")),
     Rule(("networking.k8s.io",), ("networkpolicies",), ("get", "list", "watch", "create", "patch", "delete")),
     Rule(("monitoring.coreos.com",), ("podmonitors",), ("get", "list", "watch", "create", "patch", "delete")),
     # `create` cannot be limited to a name.

@@ -88,6 +88,7 @@ class CacheReconciler:
         """
         cache = self.view.cache(namespace, name)
         if cache is None or cache.manifest["metadata"].get("deletionTimestamp"):
+            self.status.forget(CACHES, namespace, name)
             return FORGET
         if cache.model is None:
             return self.status.write(CACHES, cache.manifest, _unreadable(cache))

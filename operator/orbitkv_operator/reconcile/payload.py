@@ -48,6 +48,22 @@ def pulls(pods: Iterable[Manifest], image: str) -> Pulls:
     return Pulls(had, failed, " ".join(words.split())[:_LONGEST])
 
 
+def with_image(pods: Iterable[Manifest], image: str) -> list[Manifest]:
+    """Return what to apply to pods of agents that pull another image than `image`: the agents themselves run on."""
+    return [
+        {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {key: pod["metadata"][key] for key in ("name", "namespace", "uid")},
+            "spec": {"containers": [{"name": PAYLOAD_CONTAINER, "image": image}]},
+        }
+        for pod in pods
+        if image
+        and not pod["metadata"].get("deletionTimestamp")
+        and any(it["name"] == PAYLOAD_CONTAINER and it["image"] != image for it in pod["spec"]["containers"])
+    ]
+
+
 @dataclass
 class PayloadPulls:
     """What is known of all pools. The lock guards `_pools`; nothing waits under it."""
@@ -81,6 +97,6 @@ class PayloadPulls:
             return ""
         words = next(each.last_words for each in every if each.failed)
         return (
-            f"No node could pull the payload's image {image}, so the pod would not start with it. A node says: {words}. "
+            f"No node could pull the payload's image {image}, so the pod would not start with it. One says: {words}. "
             "Check injection.payload of the chart; pods that are made once a node has the image are injected."
         )

@@ -41,24 +41,27 @@ class _Known:
 
 @dataclass
 class Turns:
-    """Gives turns, so that the start of thousands of pods is no flood of events. The lock guards both fields."""
+    """Gives turns, so that the start of thousands of pods is no flood of events. The lock guards what is below it."""
 
     rate: float = EVENTS_A_SECOND
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _turns: dict[str, float] = field(default_factory=dict)
-    _next: float = 0.0
+    """Of those that wait, the latest last."""
+    _free: float = 0.0
+    """When there may be a turn again after the last one that was taken."""
 
     def wait(self, who: str, now: float) -> float:
         """Return in how many seconds it is somebody's turn; 0: now, and the turn is taken."""
         with self._lock:
             turn = self._turns.get(who)
             if turn is None:
-                turn = max(self._next, now)
-                self._next = turn + 1 / self.rate
+                latest = next(reversed(self._turns.values()), None)
+                turn = max(now, self._free, 0.0 if latest is None else latest + 1 / self.rate)
             if turn > now:
                 self._turns[who] = turn
                 return turn - now
             self._turns.pop(who, None)
+            self._free = max(self._free, turn + 1 / self.rate)
             return 0.0
 
     def forget(self, who: str) -> None:

@@ -40,7 +40,7 @@ from orbitkv_operator.overlap import Candidate, Overlap, overlaps
 from orbitkv_operator.placement import matching, placement_of
 from orbitkv_operator.placement import wanted as wanted_nodes
 from orbitkv_operator.reconcile.ownership import Owner, owner_of
-from orbitkv_operator.reconcile.payload import PayloadPulls, pulls
+from orbitkv_operator.reconcile.payload import PayloadPulls, pulls, with_image
 from orbitkv_operator.reconcile.pool_status import Blocked, PoolFacts, pool_status
 from orbitkv_operator.reconcile.status_writer import StatusWriter
 from orbitkv_operator.reports.store import ReportStore, Sums, dram
@@ -263,7 +263,7 @@ class PoolReconciler:
         if raw is None:
             before = self.view.pool(name)
             if before is not None:
-                self.status.forget(before["metadata"]["uid"])
+                self.status.forget(POOLS, "", name)
                 self.view.drop(POOLS, ("", name))
             self.payloads.forget(name)
             return FORGET
@@ -297,6 +297,9 @@ class PoolReconciler:
         status = pool_status(pool, found.facts)
         wait = self.status.write(POOLS, raw, status.to_body())
         self._tell(raw, found.facts)
+        for pod in with_image(seen.pods, self.settings.payload_image):
+            self.api.apply(PODS, pod)
+            logger.info("another payload is pulled", extra={"pool": name, "pod": pod["metadata"]["name"]})
         again = 2.0 if found.facts.waiting else None if pool.spec.host_mode else gpu.LOOK_AGAIN_SECONDS
         return min((it for it in (wait, again) if it is not None), default=None)
 

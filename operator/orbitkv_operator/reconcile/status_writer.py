@@ -6,6 +6,7 @@ What matters (conditions, counts of nodes) is written at once, but an object at 
 
 from __future__ import annotations
 
+import heapq
 import threading
 import time
 from collections.abc import Callable
@@ -81,21 +82,28 @@ def _number(value: Any) -> float | None:
     return None
 
 
+_Name = tuple[str, str, str]
+"""Kind, namespace (empty: none) and name."""
+
+
 @dataclass
 class StatusWriter:
-    """Writes statuses by server-side apply. The lock guards `_last`, `_turns` and `_next`; nothing waits under it.
+    """Writes statuses by server-side apply. The lock guards all fields with an underscore; nothing waits under it.
 
-    Whoever has to wait is given a time of its own, so that a thousand that wait do not ask again all the time.
+    Whoever has to wait is given a time of its own, so that a thousand that wait do not ask again all the time. The
+    times of those that are gone meanwhile are given to others.
     """
 
     api: Api
     clock: Callable[[], float] = time.monotonic
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _last: dict[str, LastWrites] = field(default_factory=dict)
-    _turns: dict[str, float] = field(default_factory=dict)
+    _last: dict[_Name, LastWrites] = field(default_factory=dict)
+    _turns: dict[_Name, float] = field(default_factory=dict)
     """When an object that waits may be written."""
     _next: float = 0.0
-    """The first time that nobody has been given."""
+    """The first time that nobody was ever given."""
+    _given_back: list[float] = field(default_factory=list)
+    """Times before that which nobody has any more, as a heap."""
 
     def write(self, resource: Resource, live: Manifest, status: dict[str, Any]) -> float | None:
         """Write a status if it is time; else return in how many seconds to come again (None: not for this).
@@ -104,29 +112,26 @@ class StatusWriter:
             ApiError: it could not be written.
         """
         metadata, before = live["metadata"], live.get("status") or {}
-        uid, now = metadata["uid"], self.clock()
+        name: _Name = resource.kind, metadata.get("namespace") or "", metadata["name"]
+        now = self.clock()
         with self._lock:
-            last = self._last.get(uid, LastWrites())
+            last = self._last.get(name, LastWrites())
             wait = wait_for(before, status, last, now)
             if wait is None:
-                self._turns.pop(uid, None)
+                self._give_back(name)
                 return None
             if wait > 0:
                 return wait
-            if uid not in self._turns:
-                turn = max(self._next, now)
-                # Pools are few, and their deletion waits for their status: they come before a thousand others.
-                self._turns[uid] = turn if metadata.get("namespace") else now
-                self._next = turn + 1 / WRITES_A_SECOND
-            if self._turns[uid] > now:
-                return self._turns[uid] - now
-            del self._turns[uid]
+            turn = self._turn(name, now)
+            if turn > now:
+                return turn - now
+            del self._turns[name]
             moved = _moved(_figures(before), _figures(status))
-            self._last[uid] = LastWrites(now, now if moved else last.figures)
+            self._last[name] = LastWrites(now, now if moved else last.figures)
         body: Manifest = {
             "apiVersion": names.API_VERSION,
             "kind": resource.kind,
-            "metadata": {"name": metadata["name"], "uid": uid},  # not one that has the same name by now
+            "metadata": {"name": metadata["name"], "uid": metadata["uid"]},  # not one that has the same name by now
             "status": status,
         }
         if metadata.get("namespace"):
@@ -135,14 +140,36 @@ class StatusWriter:
             self.api.apply(resource, body, subresource="status")
         except ApiError as error:
             with self._lock:
-                self._last[uid] = last  # it was not written: the next try need not wait for it
+                self._last[name] = last  # it was not written: the next try need not wait for it
             if error.status == GONE:
                 return None  # its end was not heard of yet, and says all that there is to say
             raise
         return None
 
-    def forget(self, uid: str) -> None:
+    def forget(self, resource: Resource, namespace: str, name: str) -> None:
         """An object is gone."""
         with self._lock:
-            self._last.pop(uid, None)
-            self._turns.pop(uid, None)
+            self._last.pop((resource.kind, namespace, name), None)
+            self._give_back((resource.kind, namespace, name))
+
+    def _turn(self, name: _Name, now: float) -> float:
+        """Return when an object may be written: the time that it was given, or an earlier one that has become free."""
+        while self._given_back and self._given_back[0] < now:
+            heapq.heappop(self._given_back)
+        given = self._turns.get(name)
+        if given is None:
+            if self._given_back:
+                given = heapq.heappop(self._given_back)
+            else:
+                given = max(self._next, now)
+                self._next = given + 1 / WRITES_A_SECOND
+            # Pools are few, and their deletion waits for their status: they come before a thousand others.
+            self._turns[name] = given if name[1] else now
+        elif self._given_back and self._given_back[0] < given:
+            self._turns[name] = heapq.heapreplace(self._given_back, given)
+        return self._turns[name]
+
+    def _give_back(self, name: _Name) -> None:
+        turn = self._turns.pop(name, None)
+        if turn is not None:
+            heapq.heappush(self._given_back, turn)

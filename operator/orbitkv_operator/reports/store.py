@@ -75,9 +75,7 @@ class ReportStore:
         """Return the fresh reports of agents on a node."""
         now = self.clock()
         with self._lock:
-            found = [
-                report for (_, name), (at, report) in self._reports.items() if name == node and now - at <= FRESH
-            ]
+            found = [report for (_, name), (at, report) in self._reports.items() if name == node and now - at <= FRESH]
         return sorted(found, key=lambda report: report.pool)
 
     def _forget_visits(self, report: Report) -> None:

@@ -329,6 +329,16 @@ def test_new_leader_does_not_tell_old_news(world: World) -> None:
     assert world.told() == []
 
 
+def test_pods_that_are_gone_keep_no_turns() -> None:
+    turns = Turns(rate=10)
+    for number in range(10_000):
+        turns.wait(f"pod-{number}", 100.0)
+    for number in range(10_000):
+        turns.forget(f"pod-{number}")
+    assert turns.wait("new", 100.5) == 0
+    assert 0 < turns.wait("newer", 100.5) <= 0.1
+
+
 def test_thousands_of_pods_are_told_in_turns() -> None:
     turns, now = Turns(rate=10), 100.0
     first = [turns.wait(f"pod-{number}", now) for number in range(30)]

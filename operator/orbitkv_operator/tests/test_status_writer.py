@@ -102,3 +102,26 @@ def test_status_of_an_object_that_is_gone_is_not_asked_for_again() -> None:
 
     api.apply = gone  # type: ignore[assignment,method-assign]
     assert StatusWriter(api).write(CACHES, live, status()) is None
+
+
+def test_turns_of_those_that_are_gone_go_to_others() -> None:
+    """Else who comes after a thousand that were deleted waits for minutes, for nobody."""
+    api, now = FakeApi(), [1000.0]
+    writer = StatusWriter(api, clock=lambda: now[0])
+    bodies = [api.add(CACHES, cache_body(f"cache-{number}")) for number in range(1000)]
+    waits = [writer.write(CACHES, body, status()) for body in bodies]
+    last = bodies.pop()
+    assert (waits.pop() or 0) > 300
+    for body in bodies:
+        writer.forget(CACHES, body["metadata"]["namespace"], body["metadata"]["name"])
+    late = [api.add(CACHES, cache_body(f"late-{number}")) for number in range(10)]
+    assert max(writer.write(CACHES, body, status()) or 0.0 for body in late) < 5
+    assert (writer.write(CACHES, last, status()) or 0.0) < 5  # and so do those that wait already
+    writes, asked = 0, [*late, last]
+    for _ in range(50):
+        now[0] += 0.1
+        before = len(api.writes)
+        asked = [body for body in asked if writer.write(CACHES, body, status()) is not None]
+        writes += len(api.writes) - before
+        assert len(api.writes) - before <= 1
+    assert writes == 11

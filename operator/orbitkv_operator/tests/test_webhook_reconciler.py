@@ -15,7 +15,7 @@ from orbitkv_operator.certificates import read
 from orbitkv_operator.cluster.api import CONFIG_MAPS, PODS, SECRETS, WEBHOOKS, ApiError, Manifest, Resource
 from orbitkv_operator.health import read_agent
 from orbitkv_operator.names import PAYLOAD_CONTAINER
-from orbitkv_operator.reconcile.payload import PayloadPulls, Pulls, pulls
+from orbitkv_operator.reconcile.payload import PayloadPulls, Pulls, pulls, with_image
 from orbitkv_operator.reconcile.system import Owner
 from orbitkv_operator.reconcile.webhook import WEBHOOK, WebhookReconciler
 from orbitkv_operator.rollout import Health
@@ -145,6 +145,16 @@ def test_injection_stops_only_while_every_node_that_tried_fails() -> None:
     assert found.failing(IMAGE) != ""
     found.note("a", Pulls())
     assert found.failing(IMAGE) == ""
+
+
+def test_pods_that_pull_another_image_are_told_and_their_agents_run_on() -> None:
+    pods = [agent_pod(image="registry/payload:0"), agent_pod(pulled=True)]
+    gone = agent_pod(image="registry/payload:0")
+    gone["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+    (told,) = with_image([*pods, gone], IMAGE)
+    assert told["metadata"]["name"] == pods[0]["metadata"]["name"]
+    assert told["spec"] == {"containers": [{"name": PAYLOAD_CONTAINER, "image": IMAGE}]}
+    assert with_image(pods, "") == []
 
 
 def test_change_is_told_at_once_and_only_a_change() -> None:
