@@ -153,7 +153,7 @@ def test_a_real_token_of_a_pod_on_this_node_is_let_in(agent: Agent, kubectl: Kub
 
 def test_other_real_tokens_are_not(agent: Agent, kubectl: Kubectl, cache: str) -> None:
     assert "a pod on node elsewhere" in denial(agent, token(kubectl, "away", node="elsewhere"))
-    assert "token: " in denial(agent, token(kubectl, "wrong", audience="orbitkv.io/reports"))
+    assert "token-audience: " in denial(agent, token(kubectl, "wrong", audience="orbitkv.io/reports"))
     unbound = kubectl.run("create", "token", "default", "--namespace=team-a").strip().encode()
     assert "token: " in denial(agent, unbound)
     log = agent.log()
