@@ -155,7 +155,7 @@ def test_other_real_tokens_are_not(agent: Agent, kubectl: Kubectl, cache: str) -
     assert "a pod on node elsewhere" in denial(agent, token(kubectl, "away", node="elsewhere"))
     assert "token-audience: " in denial(agent, token(kubectl, "wrong", audience="orbitkv.io/reports"))
     unbound = kubectl.run("create", "token", "default", "--namespace=team-a").strip().encode()
-    assert "token: " in denial(agent, unbound)
+    assert "token-unbound: " in denial(agent, unbound)
     log = agent.log()
     assert "refused" in log
     assert "eyJ" not in log
