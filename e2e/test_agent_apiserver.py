@@ -154,7 +154,11 @@ def test_a_real_token_of_a_pod_on_this_node_is_let_in(agent: Agent, kubectl: Kub
 def test_other_real_tokens_are_not(agent: Agent, kubectl: Kubectl, cache: str) -> None:
     assert "a pod on node elsewhere" in denial(agent, token(kubectl, "away", node="elsewhere"))
     assert "token-audience: " in denial(agent, token(kubectl, "wrong", audience="orbitkv.io/reports"))
-    unbound = kubectl.run("create", "token", "default", "--namespace=team-a").strip().encode()
+    usual = ["create", "token", "default", "--namespace=team-a"]
+    assert "token-audience: " in denial(agent, kubectl.run(*usual).strip().encode())
+    system = kubectl.get("namespace", "kube-system")
+    assert system is not None
+    unbound = kubectl.run(*usual, f"--audience={engine_audience(system['metadata']['uid'])}").strip().encode()
     assert "token-unbound: " in denial(agent, unbound)
     log = agent.log()
     assert "refused" in log

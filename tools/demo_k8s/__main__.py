@@ -102,7 +102,7 @@ def cluster_and_chart(progress: Progress) -> Iterator[tuple[Installation, list[N
                 build.build()
                 build.load(target.own)
             with progress.during("helm install orbitkv charts/orbitkv --namespace orbitkv-system"):
-                installation = stack.enter_context(installed(target, {}))
+                installation = stack.enter_context(installed(target, {"operator": {"env": []}}))
             yield installation, list(target.own.nodes.values())
     finally:
         if started and Cluster.found() is not None:
