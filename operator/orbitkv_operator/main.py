@@ -1,43 +1,27 @@
-"""The command `orbitkv-operator`. Exit codes: 0 stopped; 1 it failed and is to be started again; 2 a wrong setting."""
+"""The command `orbitkv-operator`."""
 
 from __future__ import annotations
 
-import logging
-import signal
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
-from orbitkv_operator.logs import set_up_logging
-from orbitkv_operator.settings import SettingsError, load_settings
+from orbitkv_operator.program import run_program
+from orbitkv_operator.settings import Settings, load_settings
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from orbitkv_operator.operator import Operator
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the operator until SIGTERM or SIGINT; return the exit code."""
-    try:
-        settings = load_settings(sys.argv[1:] if arguments is None else arguments)
-    except SettingsError as error:
-        for problem in error.problems:
-            print(f"orbitkv-operator: {problem}", file=sys.stderr)
-        return 2
-    set_up_logging(settings.log_level)
+    return run_program("orbitkv-operator", arguments, load_settings, _make)
 
-    from kubernetes.config.config_exception import ConfigException
 
-    from orbitkv_operator.cluster.api import load_client
+def _make(settings: Settings, client: Any) -> Operator:
     from orbitkv_operator.operator import Operator
 
-    try:
-        operator = Operator(settings, load_client())
-    except (ConfigException, OSError) as error:  # no cluster, or a port that is taken; the message says which
-        logger.error("the operator cannot start", extra={"error": str(error)})
-        return 1
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: operator.stop())
-    probes, metrics = operator.ports
-    logger.info("starting", extra={"namespace": settings.namespace, "probes_port": probes, "metrics_port": metrics})
-    return 0 if operator.run() else 1
+    return Operator(settings, client)
 
 
 if __name__ == "__main__":

@@ -87,10 +87,10 @@ class Operator:
             HttpServer(settings.metrics_port, metrics(self._metrics.registry, reviews.may_read_metrics), "metrics"),
         ]
 
-    @property
-    def ports(self) -> tuple[int, int]:
-        """Ports of probes and metrics."""
-        return self._http[0].port, self._http[1].port
+    def about(self) -> dict[str, Any]:
+        """What the log says of it at its start."""
+        probes, metrics = (server.port for server in self._http)
+        return {"namespace": self._settings.namespace, "probes_port": probes, "metrics_port": metrics}
 
     def run(self) -> bool:
         """Run until `stop`, or until something fails; return whether it was `stop`."""

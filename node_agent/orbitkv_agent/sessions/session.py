@@ -268,8 +268,9 @@ class Session:
         if self.state is not SessionState.OPEN or not self._backlog:
             return
         frames = [self._backlog.popleft() for _ in range(min(len(self._backlog), _FRAMES_A_TURN))]
-        if self._serve(frames) and self._backlog:
-            self._loop.post(self._go_on)
+        if self._backlog:
+            self._loop.post(self._go_on)  # now: whatever becomes of these, the others have their turn
+        self._serve(frames)
 
     def _on_exit(self, _events: int) -> None:
         if self.state is SessionState.OPEN:

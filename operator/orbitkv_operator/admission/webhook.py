@@ -92,6 +92,10 @@ class Webhook:
             HttpServer(settings.metrics_port, metrics(self._metrics.registry, reviews.may_read_metrics), "metrics"),
         ]
 
+    def about(self) -> dict[str, Any]:
+        """What the log says of it at its start."""
+        return {"namespace": self._settings.namespace, "payload": self._settings.payload_image}
+
     def run(self) -> bool:
         """Run until `stop`, or until something fails; return whether it was `stop`."""
         for server in self._http:
