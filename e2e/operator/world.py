@@ -57,7 +57,8 @@ RELEASE = "orbitkv-system"
 IMAGE = "registry/agent:1"
 NODE_NAMES = ("node-a", "node-b")
 KEPT_TAINT = "orbitkv-test/kept"
-KEPT = 5
+KEPT = 16
+"""Nodes for pools that stay: eleven in the long form of the tests, and some for tests that are repeated."""
 """Nodes for pools that stay until the end: each has a taint that only its pool tolerates."""
 USER = f"system:serviceaccount:{RELEASE}:{names.OPERATOR}"
 FAST = {"LEASE_SECONDS": "3", "RENEW_SECONDS": "2", "RETRY_SECONDS": "0.3"}
@@ -163,6 +164,7 @@ class World:
 
     def next_kept(self) -> tuple[str, dict[str, Any]]:
         """Return the name of a pool that stays when its test ends, and the spec that gives it a node of its own."""
+        assert len(self.kept) < KEPT, "no node is left for another pool that stays"
         name = f"kept-{len(self.kept)}"
         self.kept.append(name)
         toleration = {"key": KEPT_TAINT, "operator": "Equal", "value": name, "effect": "NoSchedule"}
