@@ -14,6 +14,7 @@ from orbitkv.injection import StayOff, stay_off, tell_agent
 from orbitkv.protocol.reasons import OffReason
 from orbitkv.sglang import plugin
 from tools.harness.agent import AgentProcess
+from tools.harness.process import wait_until
 
 OFF = StayOff(OffReason.SETTING_INVALID, "ORBITKV_MODE is 'x'; correct it")
 
@@ -31,8 +32,8 @@ def test_the_agent_is_told_why_and_the_engines_log_says_so(
     with AgentProcess(tmp_path, pool="16MiB") as agent:
         monkeypatch.setenv("ORBITKV_BOOTSTRAP_SOCKET", str(agent.socket_path))
         stay_off(logging.getLogger("engine"), "vllm 0.32.0", OFF)
-        text = agent.log_text()
-    assert "vllm 0.32.0 does without the cache: setting-invalid: ORBITKV_MODE is 'x'; correct it" in text
+        told = "vllm 0.32.0 does without the cache: setting-invalid: ORBITKV_MODE is 'x'; correct it"
+        wait_until(lambda: told in agent.log_text(), "the agent's log says it", 10)  # nobody waits for its answer
     (record,) = caplog.records
     assert record.getMessage() == (
         "OrbitKV stays off, and the engine serves without it: setting-invalid: ORBITKV_MODE is 'x'; correct it "
