@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from orbitkv.client import BlockHashes, CacheManagerClient, OrbitKVError, QueryReady, SaveStatus
-from orbitkv.client.registration import HostAllocation
+from orbitkv.client.allocations import HostAllocation
 from orbitkv.protocol import framing
 from orbitkv.protocol.messages import GroupGeometry, Hello, Instance, LayerRegion
 

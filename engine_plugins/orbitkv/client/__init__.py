@@ -3,11 +3,12 @@
 from orbitkv.protocol.errors import ErrorKind, OrbitKVError, SaveNotSubmittedError
 from orbitkv.protocol.messages import GroupGeometry, Instance, InstanceState, LayerRegion, Ranks
 
+from .allocations import HostAllocation
 from .handles import RestoreHandle, RestoreStatus, SaveHandle, SaveStatus
 from .hashes import BlockHashes
 from .manager import CacheManagerClient
 from .queries import QueryLoading, QueryReady
-from .registration import GpuRegistration, HostAllocation
+from .registration import GpuRegistration
 
 __all__ = [
     "BlockHashes",

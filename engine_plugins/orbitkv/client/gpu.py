@@ -4,25 +4,12 @@ from __future__ import annotations
 
 import ctypes
 from collections import deque
-from dataclasses import dataclass
 from typing import Any
 
 from orbitkv.cuda import CudaError, CudaUnavailableError, Driver, LibCuda
 from orbitkv.protocol.errors import ErrorKind, OrbitKVError
 
-from .registration import HostAllocation
-
-
-@dataclass(frozen=True)
-class DeviceAllocation(HostAllocation):
-    """One allocation of a GPU: `size` bytes at `address`, which the agent opens by `handle`."""
-
-    handle: bytes = b""
-
-    @property
-    def exported(self) -> bytes:
-        """See `HostAllocation`."""
-        return self.handle
+from .allocations import DeviceAllocation
 
 
 def _address_of(piece: bytearray) -> int:

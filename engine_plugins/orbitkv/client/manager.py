@@ -32,12 +32,13 @@ from orbitkv.protocol.messages import (
 from orbitkv.protocol.records import Header
 from orbitkv.protocol.versions import RELEASE
 
+from .allocations import HostAllocation
 from .gpu import EngineGpu, StreamPoint
 from .handles import RestoreHandle, RestoreStatus, SaveHandle, SaveStatus
 from .hashes import BlockHashes
 from .layout import Int64
 from .queries import Queries, QueryLoading, QueryReady
-from .registration import GpuRegistration, HostAllocation
+from .registration import GpuRegistration
 from .session import Endpoint, Session
 from .transfers import Transfers
 

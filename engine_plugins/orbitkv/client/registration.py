@@ -3,33 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from orbitkv.protocol.messages import GroupGeometry
 
+from .allocations import HostAllocation
 from .copies import plan_pages
+from .gpu import EngineGpu
 from .layout import GroupLayout
-
-if TYPE_CHECKING:
-    from .gpu import EngineGpu
-
-
-@dataclass(frozen=True)
-class HostAllocation:
-    """Engine memory in this process: `size` bytes at `address`. `owner` is kept alive as long as it may be copied."""
-
-    address: int
-    size: int
-    owner: Any
-
-    @property
-    def exported(self) -> bytes:
-        """The handle by which the agent opens it; empty where the engine's process copies by itself."""
-        return b""
 
 
 class GpuRegistration:

@@ -44,12 +44,13 @@ from orbitkv.protocol.messages import (
 from orbitkv.protocol.records import Header
 
 from .agent_copies import AgentCopies
+from .allocations import HostAllocation
 from .arenas import ArenaMap
 from .copies import plan_pages
 from .fence import Fence
 from .gpu import EngineGpu
 from .handles import RestoreHandle, RestoreStatus, SaveHandle, SaveStatus
-from .registration import GpuRegistration, HostAllocation
+from .registration import GpuRegistration
 from .session import Endpoint, Session
 
 logger = logging.getLogger("orbitkv")

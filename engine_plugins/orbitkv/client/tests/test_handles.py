@@ -5,8 +5,9 @@ import os
 import pytest
 
 from orbitkv.client import RestoreStatus
+from orbitkv.client.allocations import HostAllocation
 from orbitkv.client.handles import RestoreHandle
-from orbitkv.client.registration import GpuRegistration, HostAllocation
+from orbitkv.client.registration import GpuRegistration
 from orbitkv.protocol.messages import GroupGeometry, LayerRegion
 from orbitkv.protocol.records import RecordReader, RecordState, RecordWriter
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
-from orbitkv.client.gpu import DeviceAllocation, EngineGpu
+from orbitkv.client.allocations import DeviceAllocation
+from orbitkv.client.gpu import EngineGpu
 from orbitkv.client.registration import GpuRegistration
 from orbitkv.vllm import layout as layout_module
 from orbitkv.vllm import proof
