@@ -281,7 +281,16 @@ def _hurried_hello(cache: str) -> str:
 
 
 def deaf(options: dict[str, Any]) -> None:
-    """Asks and never reads; says whether the agent ends that."""
+    """Asks and never reads, again and again for some seconds; says how often, and how often the agent ended that."""
+    end = time.monotonic() + options["seconds"]
+    tried, ended = 0, 0
+    while time.monotonic() < end:
+        tried += 1
+        ended += _ended_for_not_reading(options)
+    say(tried=tried, ended=ended)
+
+
+def _ended_for_not_reading(options: dict[str, Any]) -> bool:
     it = Attacker(options["cache"], options["identity"])
     raw = it.connection._socket
     raw.setblocking(False)
@@ -295,10 +304,9 @@ def deaf(options: dict[str, Any]) -> None:
             time.sleep(0.01)
             continue
         except OSError:
-            say(ended=True)
-            return
+            return True
         rest = rest[sent:] or memoryview(request)
-    say(ended=False)
+    return False
 
 
 def times(options: dict[str, Any]) -> None:
