@@ -30,6 +30,11 @@ _CREDENTIALS = struct.Struct("iII")
 _RECEIVE_BYTES = 1 << 16
 _BUSY_POLL_S = 100e-6 if len(os.sched_getaffinity(0)) > 1 else 0.0
 """Most replies come sooner, and being woken up for one takes a good part of that time."""
+_HELD_UP_S = 500e-6
+"""Looking for a reply took so long: another thread had this processor, or the interpreter, meanwhile."""
+_CROWDED_S = 1.0
+"""So long after that a call sleeps at once. The kernel lets a thread that slept go first when its reply is there; one
+that spent its share on looking waits until the other one's is spent, for milliseconds."""
 _NEVER_WAIT = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 _fork_count = 0
 
@@ -65,6 +70,7 @@ class Connection:
         self._received = memoryview(bytearray(_RECEIVE_BYTES))  # what came last; nothing stays in it
         self._receive_timeout_us = -1
         self._soon = False  # the last reply came so soon that looking for the next one beats sleeping
+        self._crowded_until = 0.0  # of the performance counter
         self._outbox = bytearray()
         # Invariant: bytes of frames reach the socket in the order of the outbox, and an outbox that is not empty starts
         # with what the kernel did not take. Held across non-blocking sends only.
@@ -253,8 +259,11 @@ class Connection:
         start = time.perf_counter()
         data: bytes | memoryview | None = None
         try:
-            if self._soon and descriptors is None:
+            if self._soon and descriptors is None and start >= self._crowded_until:
                 data = self._receive_busily(start + min(left_s, _BUSY_POLL_S))
+                now = time.perf_counter()
+                if now - start > _HELD_UP_S:
+                    self._crowded_until = now + _CROWDED_S
             if data is None:
                 data = self._receive_asleep(left_s, descriptors)
         except BlockingIOError:

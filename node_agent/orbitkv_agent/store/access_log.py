@@ -13,6 +13,7 @@ Entries = npt.NDArray[np.int64]
 
 BLOCK_MENTIONS = 4096
 _SLACK_MENTIONS = 2 * BLOCK_MENTIONS
+_FIRST_SCANNED = 256  # and twice as many each time that they were not enough
 _MAX_SCANNED = 16 * BLOCK_MENTIONS  # bounds one call of `oldest`, however many stale mentions lie ahead
 
 
@@ -90,11 +91,13 @@ class AccessLog:
         taken: list[Entries] = []
         total = 0
         scanned = 0
+        window = _FIRST_SCANNED
         while limit > 0 and total < target and scanned < _MAX_SCANNED:
             block = self._head()
             if block is None:
                 break
-            end = min(block.end, block.start + max(256, 2 * limit))
+            end = min(block.end, block.start + window)
+            window *= 2
             entries = block.entries[block.start : end].astype(np.int64)
             valid = np.flatnonzero(self._last_ticks[entries] == block.ticks[block.start : end])
             candidates = entries[valid]

@@ -286,7 +286,8 @@ class PageCache:
         found = self._index.find(known, keys, tags)
         first = _first_occurrences(keys)
         kept = _NO_ENTRIES
-        if first is None and not found.any():  # the usual case: all are new
+        all_new = first is None and not found.any()  # the usual case, which is worth some lines of its own
+        if all_new:
             wanted = np.arange(len(keys))
         else:
             state = self._entries.places(shard)[found]
@@ -297,14 +298,17 @@ class PageCache:
             wanted, kept = np.flatnonzero(absent), found[present]
             if len(kept):
                 self._residency.mention(key_space.namespace, kept[::-1])
-        existing = found[wanted]
-        self._hold(existing)
+            existing = found[wanted]
+            self._hold(existing)
         runs, reason = self._reclaimer.obtain(key_space.namespace, len(wanted), units)
         places = _places(runs, units)
         granted = len(places)
         chosen = wanted[:granted]
-        self._let_go(existing[granted:])
-        entries = self._add_missing(known, existing[:granted], keys[chosen], tags[chosen])
+        if all_new:
+            entries = self._add(known, keys[:granted], tags[:granted])
+        else:
+            self._let_go(existing[granted:])
+            entries = self._add_missing(known, existing[:granted], keys[chosen], tags[chosen])
         self._fill_in(known, shard, entries, runs, places)
         dropped = {} if granted == len(wanted) else {reason: len(wanted) - granted}
         counters = key_space.namespace.counters
@@ -379,14 +383,16 @@ class PageCache:
 
     def _add_missing(self, group: Group, existing: Entries, keys: Keys, tags: Entries) -> Entries:
         """The entries of keys: held ones, and new ones where there is none (0)."""
-        if existing.any():
-            missing = existing == 0
-            entries = existing.copy()
-            entries[missing] = fresh = self._index.add(group, keys[missing], tags[missing])
-        else:
-            entries = fresh = self._index.add(group, keys, tags)
-        self._entries.pending[fresh] = 1
+        missing = existing == 0
+        entries = existing.copy()
+        entries[missing] = self._add(group, keys[missing], tags[missing])
         return entries
+
+    def _add(self, group: Group, keys: Keys, tags: Entries) -> Entries:
+        """New entries that wait for their first page."""
+        fresh = self._index.add(group, keys, tags)
+        self._entries.pending[fresh] = 1
+        return fresh
 
     def _fill_in(
         self, group: Group, shard: int, entries: Entries, runs: list[PageRun], places: npt.NDArray[np.int64]

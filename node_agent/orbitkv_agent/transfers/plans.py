@@ -58,14 +58,15 @@ def check_blocks(part: GroupBlocks, group: GroupLayout, count: int) -> Blocks:
         )
     blocks = np.frombuffer(part.blob, "<i4")
     if count:
-        low, high = int(blocks.min()), int(blocks.max())
+        ordered = np.sort(blocks)
+        low, high = int(ordered[0]), int(ordered[-1])
         if low < -1 or high >= group.block_count:
             raise PlanRefused(
                 "bounds",
                 f"out-of-range: group {part.group}: block {low if low < -1 else high} is not one of "
                 f"0 to {group.block_count - 1}",
             )
-        used = np.sort(blocks[blocks >= 0]) if low < 0 else np.sort(blocks)
+        used = ordered[ordered >= 0] if low < 0 else ordered
         if (used[1:] == used[:-1]).any():
             raise PlanRefused("duplicate", f"group {part.group}: a block is named twice")
     return blocks

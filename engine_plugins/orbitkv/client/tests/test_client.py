@@ -23,6 +23,8 @@ from orbitkv.client import (
     SaveNotSubmittedError,
     SaveStatus,
 )
+from orbitkv.client import connection as connection_module
+from orbitkv.client.connection import Connection
 from orbitkv.protocol.messages import SyncArenas
 from tools.harness.agent import AgentProcess
 from tools.harness.process import wait_until
@@ -370,6 +372,25 @@ def test_cancelling_towards_a_stalled_agent_never_waits(agent: AgentProcess, eng
 
 
 # -------------------------------------------------------------------------------------------------- process boundaries
+
+
+@pytest.mark.parametrize("held_up", [False, True])
+def test_calls_look_for_replies_without_sleeping_only_while_nobody_else_wants_the_processor(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, held_up: bool
+) -> None:
+    look, looks = Connection._receive_busily, []
+
+    def counted(connection: Connection, end: float) -> memoryview | None:
+        looks.append(end)
+        return look(connection, end)
+
+    monkeypatch.setattr(Connection, "_receive_busily", counted)
+    monkeypatch.setattr(connection_module, "_BUSY_POLL_S", 5.0)  # every reply here comes that soon
+    monkeypatch.setattr(connection_module, "_HELD_UP_S", 0.0 if held_up else 5.0)
+    monkeypatch.setattr(connection_module, "_CROWDED_S", 60.0)
+    for _ in range(6):
+        engine.client.health()
+    assert len(looks) == 1 if held_up else len(looks) >= 5  # the first reply may have been the first that came so soon
 
 
 def test_a_forked_child_may_not_use_the_client(engine: Engine) -> None:
