@@ -304,7 +304,9 @@ def test_a_report_for_another_node_is_refused(
 ) -> None:
     agent = installation.agents(pool)[node]["metadata"]["name"]
     answers = kubectl.execute(agent, installation.namespace, PYTHON, "-c", FORGED_REPORTS, pool, node)
-    assert answers.split() == ["OK", "PERMISSION_DENIED", "UNAUTHENTICATED"]
+    taken, *refused = answers.splitlines()
+    assert taken == "OK" and refused[0].startswith("PERMISSION_DENIED ")
+    assert refused[1:] == ["UNAUTHENTICATED token-audience"] * 2
 
 
 FORGED_REPORTS = """
@@ -316,16 +318,17 @@ from orbitkv_crds.agent_api.reports_pb2_grpc import ReportsStub
 pool, node = sys.argv[1:]
 namespace = os.environ["POD_NAMESPACE"]
 token = open("/var/run/secrets/orbitkv/token").read()
+other = open("/var/run/secrets/kubernetes.io/serviceaccount/token").read()  # its own, for the apiserver
 credentials = grpc.ssl_channel_credentials(open("/etc/orbitkv/ca.crt", "rb").read())
 with grpc.secure_channel(f"orbitkv-reports.{namespace}.svc:9443", credentials) as channel:
-    for where, shown in ((node, token), ("some-other-node", token), (node, "forged")):
+    for where, shown in ((node, token), ("some-other-node", token), (node, "forged"), (node, other)):
         me = {"pod_name": os.environ["POD_NAME"], "pod_uid": os.environ["POD_UID"]}
         report = Report(pool=pool, node=where, boot_id="x", sequence=1, **me)
         try:
             ReportsStub(channel).Push(report, timeout=10, metadata=(("authorization", f"Bearer {shown}"),))
             print("OK")
         except grpc.RpcError as error:
-            print(error.code().name)
+            print(error.code().name, error.details().partition(": ")[0])
 """
 
 

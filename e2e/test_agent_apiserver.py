@@ -1,5 +1,6 @@
 """An agent, without a pod around it, against a real apiserver: real tokens, real watches, real refusals."""
 
+import base64
 import json
 import os
 import subprocess
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec, utils
 
 from e2e.cluster import programs
 from e2e.cluster.control_plane import ControlPlane, standalone
@@ -125,6 +128,25 @@ def token(kubectl: Kubectl, pod: str, node: str = NODE, audience: str = "") -> b
     return kubectl.run("create", "token", "default", "--namespace=team-a", *bound).strip().encode()
 
 
+def expired(plane: ControlPlane, shown: bytes) -> bytes:
+    """The same token as if it had been made two hours ago for one: signed with the apiserver's own key."""
+    head, body, _ = shown.split(b".")
+    claims = json.loads(base64.urlsafe_b64decode(body + b"=="))
+    made = int(time.time()) - 7200
+    claims |= {"iat": made, "nbf": made, "exp": made + 3600}
+    text = b".".join([head, encoded(json.dumps(claims).encode())])
+    file = plane.authority.folder / "service-accounts.key"
+    key = serialization.load_pem_private_key(file.read_bytes(), None)
+    assert isinstance(key, ec.EllipticCurvePrivateKey)
+    r, s = utils.decode_dss_signature(key.sign(text, ec.ECDSA(hashes.SHA256())))
+    return b".".join([text, encoded(r.to_bytes(32, "big") + s.to_bytes(32, "big"))])
+
+
+def encoded(data: bytes) -> bytes:
+    """As the parts of a token are written."""
+    return base64.urlsafe_b64encode(data).rstrip(b"=")
+
+
 def attach(agent: Agent, shown: bytes, cache: str = CACHE, seconds: float = 60) -> CacheManagerClient:
     """Attach, as soon as the agent can say yes or no."""
     deadline = time.monotonic() + seconds
@@ -163,6 +185,13 @@ def test_other_real_tokens_are_not(agent: Agent, kubectl: Kubectl, cache: str) -
     log = agent.log()
     assert "refused" in log
     assert "eyJ" not in log
+
+
+def test_a_real_token_that_has_expired_is_not_let_in(
+    plane: ControlPlane, agent: Agent, kubectl: Kubectl, cache: str
+) -> None:
+    words = denial(agent, expired(plane, token(kubectl, "engine")))
+    assert words.startswith("token-invalid: ") and "expired" in words
 
 
 def test_changes_arrive_by_the_watch(agent: Agent, kubectl: Kubectl, cache: str) -> None:

@@ -1,7 +1,8 @@
 """Real engines with one annotation, beside the same engines without it, through what happens to pods in a cluster.
 
-Several engines start again and again, which takes minutes of processor time: these tests run when
-ORBITKV_TEST_THOROUGH is set, and on the project's own cluster, whose nodes have the engine.
+Both are asked the same prompts all the while, which are more than an engine keeps in its own memory: nearly every
+request of the annotated ones restores. Several engines start again and again, which takes minutes of processor time:
+these tests run when ORBITKV_TEST_THOROUGH is set, and on the project's own cluster, whose nodes have the engine.
 """
 
 import copy
@@ -15,11 +16,12 @@ from dataclasses import dataclass, field
 import pytest
 
 from e2e.support import engine_image
-from e2e.support.completions import Load, complete, forget, sources
+from e2e.support.completions import Load, complete, sources
 from e2e.support.installation import Installation
 from e2e.support.kubectl import Kubectl, Object, has_condition
-from orbitkv_crds.names import ANNOTATION_CACHE_NAMESPACE
+from orbitkv_crds.names import ANNOTATION_CACHE_NAMESPACE, SOCKET_PATH
 from tools.demo_k8s.__main__ import APP, deployment
+from tools.harness.agent import in_flight
 
 pytestmark = [
     pytest.mark.skipif(
@@ -31,9 +33,34 @@ pytestmark = [
 CACHE = "chat"
 PLAIN = f"{APP}-plain"
 START_SECONDS = 420.0
+DRAIN_SECONDS = 600.0
 KILLS = 10
-SYSTEM = "You are the help desk of a shipyard. Answer shortly, name the hall, and never guess a date. " * 4
-PROMPTS = [f"{SYSTEM} Question {number}: when does slipway {number} get its crane back?" for number in range(8)]
+RULES = "Answer shortly, name the hall, and never guess a date. " * 5
+PROMPTS = [
+    f"Shipyard {number}, help desk. {RULES} When does slipway {number} get its crane back?" for number in range(8)
+]
+"""Of about 370 tokens each, with nothing in common from the first block on."""
+OWN_BLOCKS = 48
+"""What an engine keeps itself, in blocks of 32 tokens: a third of the prompts."""
+
+
+def as_two_see_it(objects: list[Object], replicas: int) -> list[Object]:
+    """The Deployment and Service of the demo, as they are run in earnest, and in little memory."""
+    made = copy.deepcopy(objects)
+    spec = made[0]["spec"]
+    spec["replicas"] = replicas
+    pod = spec["template"]["spec"]
+    del pod["nodeSelector"]
+    container = pod["containers"][0]
+    container["args"] = [each for each in container["args"] if not each.startswith("--max-model-len")]
+    container["args"] += ["--max-model-len=1024", f"--num-gpu-blocks-override={OWN_BLOCKS}"]
+    container["resources"] = {"requests": {"cpu": "100m", "memory": "512Mi"}}
+    container["lifecycle"] = {"preStop": {"exec": {"command": ["sleep", "10"]}}}
+    spec["strategy"] = {"rollingUpdate": {"maxSurge": "100%", "maxUnavailable": 0}}
+    budget = {"selector": spec["selector"], "minAvailable": 1}  # a drain takes one after the other
+    name = made[0]["metadata"]["name"]
+    kept: Object = {"apiVersion": "policy/v1", "kind": "PodDisruptionBudget", "metadata": {"name": name}}
+    return [*made, {**kept, "spec": budget}]
 
 
 def without_annotation(objects: list[Object]) -> list[Object]:
@@ -55,15 +82,8 @@ class Engines:
 
     def apply(self, replicas: int) -> None:
         """Make them."""
-        objects = deployment(self.image)
-        spec = objects[0]["spec"]
-        spec["replicas"] = replicas
-        pod = spec["template"]["spec"]
-        del pod["nodeSelector"]
-        pod["containers"][0]["lifecycle"] = {"preStop": {"exec": {"command": ["sleep", "10"]}}}
-        for each in copy.deepcopy([*objects, *without_annotation(objects)]):
-            each["metadata"]["namespace"] = self.namespace
-            self.kubectl.apply(each)
+        objects = as_two_see_it(deployment(self.image), replicas)
+        self.kubectl.apply(*objects, *without_annotation(objects), arguments=[f"--namespace={self.namespace}"])
         self.settle()
         for name in (APP, PLAIN):
             service = self.kubectl.get("service", name, self.namespace)
@@ -72,38 +92,41 @@ class Engines:
 
     def settle(self) -> None:
         """Wait until both are rolled out."""
+        waiting = [f"--namespace={self.namespace}", f"--timeout={START_SECONDS:.0f}s"]
         for name in (APP, PLAIN):
-            self.kubectl.run(
-                "rollout",
-                "status",
-                f"deployment/{name}",
-                f"--namespace={self.namespace}",
-                f"--timeout={START_SECONDS:.0f}s",
-                timeout=START_SECONDS + 30,
-            )
+            self.kubectl.run("rollout", "status", f"deployment/{name}", *waiting, timeout=START_SECONDS + 30)
 
-    def both(self, *words: str) -> None:
-        """Run kubectl on both Deployments."""
-        for name in (APP, PLAIN):
-            self.kubectl.run(*words, f"deployment/{name}", f"--namespace={self.namespace}")
+    def scale(self, replicas: int) -> None:
+        """Have so many annotated ones, and wait until it is so and no pod beyond them is left."""
+        self.kubectl.run("scale", f"--replicas={replicas}", f"deployment/{APP}", f"--namespace={self.namespace}")
+        self.settle()
+        self.kubectl.until(
+            lambda: len(self.kubectl.list_all("pods", self.namespace, f"app={APP}")) == replicas,
+            f"{replicas} annotated engines, and no other pod of theirs",
+            timeout=120,
+        )
 
     def pods(self, name: str = APP) -> list[Object]:
         """The ready pods of a Deployment that stay."""
         found = self.kubectl.list_all("pods", self.namespace, f"app={name}")
         return [pod for pod in found if "deletionTimestamp" not in pod["metadata"] and has_condition("Ready")(pod)]
 
-    def restores(self) -> bool:
-        """Whether every annotated engine gets its prompts back after it forgot them."""
-        hosts = [pod["status"]["podIP"] for pod in self.pods()]
-        for host in hosts:
-            for _ in range(2):  # what it had before the agent came is saved when it is computed once more
-                forget(host)
-                before = sources(host)["orbitkv"]
-                for prompt in PROMPTS[:2]:
-                    complete(host, prompt)
-            if sources(host)["orbitkv"] == before:
-                return False
-        return bool(hosts)
+    def restored(self) -> dict[str, int]:
+        """How many prompt tokens each annotated engine has restored. Raises OSError."""
+        return {pod["metadata"]["name"]: sources(pod["status"]["podIP"])["orbitkv"] for pod in self.pods()}
+
+    def restore(self) -> bool:
+        """Whether every annotated engine restores prompts, each asked twice: what nobody has saved, the first time
+        saves."""
+        try:
+            before = self.restored()
+            for pod in self.pods():
+                for prompt in 2 * PROMPTS:
+                    complete(pod["status"]["podIP"], prompt, max_tokens=1)
+            after = self.restored()
+        except OSError:
+            return False
+        return bool(before) and before.keys() == after.keys() and all(after[name] > before[name] for name in before)
 
 
 @pytest.fixture(scope="module")
@@ -134,23 +157,32 @@ def same_answers(load: Load) -> None:
     assert set(plain) == set(cached) == set(PROMPTS)
     for prompt in PROMPTS:
         assert cached[prompt].keys() == plain[prompt].keys(), prompt
+    assert len({min(answers) for answers in plain.values()}) > 1, (
+        "the prompts' answers are all the same: they show nothing"
+    )
 
 
-def report(load: Load, what: str) -> None:
-    for name, heard in load.heard.items():
-        print(f"{what}: {name}: {heard.asked} requests, {len(heard.failures)} failed {heard.failures[:3]}")
+def report(capsys: pytest.CaptureFixture[str], load: Load, what: str, restored: dict[str, int]) -> None:
+    """Say how both fared, whether the test passes or not."""
+    with capsys.disabled():
+        print()
+        for name, heard in load.heard.items():
+            print(f"{what}: {name}: {heard.asked} requests, {len(heard.failures)} failed {heard.failures[:3]}")
+        print(f"{what}: prompt tokens restored by the engines that are there: {restored}")
 
 
-def test_requests_go_on_through_rollouts_an_upgrade_of_agents_and_a_drain(
-    installation: Installation, engines: Engines, pool: str
+def test_requests_go_on_through_a_rollout_an_upgrade_of_agents_and_a_drain(
+    installation: Installation, engines: Engines, pool: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     kubectl = installation.target.kubectl
-    kubectl.until(engines.restores, "the engines to get their prompts back", timeout=120)
+    kubectl.until(engines.restore, "the engines to restore prompts", timeout=120)
     with Load(engines.hosts, PROMPTS) as load:
         kubectl.until(lambda: load.asked() >= 2 * len(PROMPTS), "the load to run", timeout=120)
-        engines.both("rollout", "restart")
+        for name in (APP, PLAIN):
+            kubectl.run("rollout", "restart", f"deployment/{name}", f"--namespace={engines.namespace}")
         engines.settle()
         started = {pod["metadata"]["uid"] for pod in engines.pods()}
+        assert len(started) == 2
 
         agents = {pod["metadata"]["uid"] for pod in installation.agents(pool).values()}
         kubectl.patch("managerpool", pool, {"spec": {"podAnnotations": {"upgraded": "yes"}}})
@@ -163,59 +195,71 @@ def test_requests_go_on_through_rollouts_an_upgrade_of_agents_and_a_drain(
             timeout=180,
         )
         installation.wait_ready("managerpool", pool)
-        kubectl.until(engines.restores, "hits to resume without an engine's restart", timeout=180)
+        kubectl.until(engines.restore, "hits to resume without an engine's restart", timeout=180)
         assert {pod["metadata"]["uid"] for pod in engines.pods()} == started
+        assert not any(restarts(pod) for pod in engines.pods())
 
         node = engines.pods()[0]["spec"]["nodeName"]
-        arguments = ["--ignore-daemonsets", "--delete-emptydir-data", "--force", "--timeout=240s"]
+        arguments = ["--ignore-daemonsets", "--delete-emptydir-data", "--force", f"--timeout={DRAIN_SECONDS:.0f}s"]
         try:
-            kubectl.run("drain", node, *arguments, timeout=270)
+            kubectl.run("drain", node, *arguments, timeout=DRAIN_SECONDS + 30)
             engines.settle()
+            assert node not in {pod["spec"]["nodeName"] for pod in engines.pods()}
         finally:
             kubectl.run("uncordon", node)
-    report(load, "rollouts, upgrade, drain")
+    report(capsys, load, "rollout, upgrade, drain", engines.restored())
     same_answers(load)
-    assert len(load.heard[APP].failures) <= len(load.heard[PLAIN].failures)
-
-
-def test_scaled_engines_serve_new_requests(engines: Engines) -> None:
-    for replicas in (1, 3, 1):
-        engines.both("scale", f"--replicas={replicas}")
-        engines.settle()
-        engines.kubectl.until(lambda: len(engines.pods()) == replicas, f"{replicas} engines", timeout=START_SECONDS)  # noqa: B023
-        with Load(engines.hosts, PROMPTS) as load:
-            engines.kubectl.until(lambda: load.asked() >= 2 * len(PROMPTS), "new requests", timeout=120)
-        report(load, f"{replicas} replicas")
-        same_answers(load)
-        assert not load.heard[APP].failures
+    assert len(load.heard[APP].failures) <= len(load.heard[PLAIN].failures), load.heard[APP].failures
 
 
 def test_whatever_is_killed_nothing_wrong_is_restored_and_all_comes_back(
-    installation: Installation, engines: Engines, pool: str
+    installation: Installation, engines: Engines, pool: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     kubectl, chance = installation.target.kubectl, random.Random(os.environ.get("ORBITKV_TEST_SEED", "5"))
     with Load(engines.hosts, PROMPTS) as load:
         for number in range(KILLS):
             victim = ("agent", "engine", "operator")[number % 3]
-            if victim == "engine":
-                candidates = engines.pods()
-            else:
-                candidates = list(installation.agents(pool).values()) if victim == "agent" else installation.operators()
             asked = load.asked() + chance.randrange(1, 20)
             kubectl.until(lambda: load.asked() >= asked, "the load to go on", timeout=120)  # noqa: B023
-            if candidates:
-                kill(installation, chance.choice(candidates))
+            kubectl.until(lambda: bool(candidates(installation, engines, pool, victim)), f"an {victim} that runs")  # noqa: B023
+            kill(installation, chance.choice(candidates(installation, engines, pool, victim)))
         engines.settle()
-    report(load, f"{KILLS} kills")
+        restored = load.asked()
+        kubectl.until(lambda: load.asked() >= restored + 2 * len(PROMPTS), "the load to go on", timeout=120)
+    report(capsys, load, f"{KILLS} kills", engines.restored())
     same_answers(load)
     installation.wait_ready("managerpool", pool, timeout=180)
     kubectl.until(lambda: bool(installation.leader()), "an operator to act", timeout=120)
-    kubectl.until(engines.restores, "the engines to get their prompts back", timeout=180)
-    engines.both("scale", "--replicas=0")
-    kubectl.until(lambda: not kubectl.list_all("pods", engines.namespace), "the engines to be gone", timeout=120)
+    kubectl.until(engines.restore, "the engines to restore prompts", timeout=180)
+    engines.scale(0)
     for pod in installation.agents(pool).values():
         name = pod["metadata"]["name"]
         kubectl.until(lambda: at_rest(installation, name), f"{name} to hold nothing", timeout=60)  # noqa: B023
+
+
+def test_scaled_engines_serve_new_requests(engines: Engines, capsys: pytest.CaptureFixture[str]) -> None:
+    for replicas in (1, 3, 1):
+        engines.scale(replicas)
+        with Load(engines.hosts, PROMPTS) as load:
+            engines.kubectl.until(lambda: load.asked() >= 4 * len(PROMPTS), "new requests", timeout=180)
+        report(capsys, load, f"{replicas} replicas", engines.restored())
+        same_answers(load)
+        assert not load.heard[APP].failures
+        assert all(engines.restored().values()), "an engine has restored nothing"
+
+
+def restarts(pod: Object) -> int:
+    """How often the containers of a pod were started again."""
+    return sum(each["restartCount"] for each in pod["status"]["containerStatuses"])
+
+
+def candidates(installation: Installation, engines: Engines, pool: str, victim: str) -> list[Object]:
+    """The pods of a kind whose first container runs."""
+    if victim == "engine":
+        found = engines.pods()
+    else:
+        found = list(installation.agents(pool).values()) if victim == "agent" else installation.operators()
+    return [pod for pod in found if "running" in pod["status"].get("containerStatuses", [{}])[0].get("state", {})]
 
 
 def kill(installation: Installation, pod: Object) -> None:
@@ -223,21 +267,14 @@ def kill(installation: Installation, pod: Object) -> None:
     own = installation.target.own
     assert own is not None
     node = own.nodes[pod["spec"]["nodeName"]]
-    name = pod["status"]["containerStatuses"][0].get("containerID", "").rpartition("/")[2]
-    found = node.crictl("inspect", "--output=go-template", "--template={{.info.pid}}", name)
-    os.kill(int(found.strip()), signal.SIGKILL)
+    name = pod["status"]["containerStatuses"][0]["containerID"].rpartition("/")[2]
+    found = int(node.crictl("inspect", "--output=go-template", "--template={{.info.pid}}", name))
+    assert found > 1  # os.kill takes 0 for this process's own group
+    os.kill(found, signal.SIGKILL)
 
 
 def at_rest(installation: Installation, agent: str) -> bool:
     """Whether an agent says that nothing is asked for, promised or being copied."""
-    command = ("orbitkv-agent", "status", "--json")
+    command = ("orbitkv-agent", "status", "--json", "--socket", SOCKET_PATH)
     told = installation.target.kubectl.execute(agent, installation.namespace, *command, container="agent")
-    status = json.loads(told)
-    queries, leases, transfers = status["queries"], status["leases"], status["transfers"]
-    held = [
-        queries["outstanding"],
-        *queries["reserved_bytes_by_phase"].values(),
-        leases["live"],
-        leases["pinned_pages"],
-    ]
-    return not any([*held, transfers["saves_inflight"], transfers["restores_inflight"]])
+    return not in_flight(json.loads(told))

@@ -223,9 +223,11 @@ def test_the_time_of_a_miss_says_nothing_of_what_the_other_has(tenants: Tenants)
 def test_the_api_shows_nothing_of_the_other(tenants: Tenants) -> None:
     account = f"system:serviceaccount:{tenants.attacker.namespace}:default"
     namespace = tenants.victim.namespace
-    for what in ("events", "pods", "cachenamespaces.orbitkv.io"):
+    asked = [("get", each) for each in ("events", "pods", "cachenamespaces.orbitkv.io")]
+    asked += [("list", "events"), ("list", "cachenamespaces.orbitkv.io")]
+    for verb, what in asked:
         with pytest.raises(KubectlError, match=r"^[^\n]*\bno\b"):
-            tenants.kubectl.run("auth", "can-i", "get", what, f"--namespace={namespace}", f"--as={account}")
+            tenants.kubectl.run("auth", "can-i", verb, what, f"--namespace={namespace}", f"--as={account}")
 
 
 def test_memory_that_was_kept_shows_only_what_its_owner_wrote(

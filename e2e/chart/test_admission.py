@@ -28,6 +28,7 @@ from e2e.cluster import programs
 from e2e.cluster.control_plane import free_ports, standalone
 from e2e.support.installation import cache_object, namespace_object, pool_object
 from e2e.support.kubectl import Kubectl, KubectlError, Object
+from e2e.support.policy_webhook import MIRROR, SIDECAR, VARIABLE, policies
 from orbitkv_crds import names, stamps
 from orbitkv_crds.stamps import ANNOTATION_FROM, ANNOTATION_INJECTED, ANNOTATION_SKIP_REASON
 from orbitkv_operator.admission.findings import Findings
@@ -414,6 +415,35 @@ def test_forged_stamps_are_taken_off_and_stamps_are_frozen(server: Server, team:
     assert refused("annotate", "pod", name, "example.com/a=b") == ""
     running = json.dumps({"status": {"phase": "Running"}})
     assert refused("patch", "pod", name, "--subresource=status", "--type=merge", "-p", running) == ""
+
+
+@pytest.mark.parametrize("name", ["aa-policies", "zz-policies"])
+def test_policies_before_and_after_us_leave_a_pod_that_has_both(server: Server, name: str) -> None:
+    """Each is asked once more when the other has changed something, and finds its own work as it was."""
+    namespace = make_namespace(server, name)
+    plain = make_pod([ENGINE], {})
+
+    def names_of(pod: Object) -> list[str]:
+        return [each["name"] for each in pod["spec"]["containers"]]
+
+    with policies(server.kubectl, name, namespace):
+        server.kubectl.until(
+            lambda: names_of(server.create(plain, namespace, "--dry-run=server")) == [SIDECAR, "engine"],
+            "the policies to be in force",
+            timeout=30,
+        )
+        pod = server.create(asking(), namespace)
+    assert stamps.read_injected(annotations_of(pod)) is not None and names_of(pod) == [SIDECAR, "engine"]
+    (copying,) = pod["spec"]["initContainers"]
+    assert copying["image"] == f"{MIRROR}localhost/payload:1"
+    sidecar, engine = pod["spec"]["containers"]
+    assert engine["image"] == MIRROR + ENGINE["image"]
+    for container in (copying, sidecar, engine):
+        given = [each["name"] for each in container["env"]]
+        assert len(given) == len(set(given)) and VARIABLE in given
+        assert ("ORBITKV_INJECTED" in given) == (container is engine)
+    volumes = [each["name"] for each in pod["spec"]["volumes"]]
+    assert len(volumes) == len(set(volumes)) and {"orbitkv-socket", "orbitkv-token", "orbitkv-payload"} <= set(volumes)
 
 
 # --------------------------------------------------------------------------------------------------------------- owners

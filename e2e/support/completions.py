@@ -33,11 +33,6 @@ def sources(host: str) -> dict[str, int]:
     return counts
 
 
-def forget(host: str) -> None:
-    """Have the engine forget what it keeps in its own memory. Raises OSError."""
-    _exchange(host, "POST", "/reset_prefix_cache", None)
-
-
 def _exchange(host: str, method: str, path: str, body: object) -> str:
     connection = http.client.HTTPConnection(host, PORT, timeout=SECONDS)
     try:
@@ -112,4 +107,4 @@ class Load:
                     heard.failures.append(failure)
                 else:
                     heard.answers.setdefault(prompt, Counter())[answer] += 1
-            self._ended.wait(0.5 if failure else 0.05)
+            self._ended.wait(0.5)  # what starts beside it needs the processors too

@@ -112,14 +112,15 @@ class Installation:
         )
 
     def agents(self, pool: str) -> dict[str, Object]:
-        """The agents' pods of a pool that are not being deleted: node name to pod."""
+        """The agents' pods of a pool that have a node and are not being deleted: node name to pod."""
         children = self.target.kubectl.get("daemonset", f"orbitkv-{pool}", self.namespace)
         if children is None:
             return {}
         labels = children["spec"]["selector"]["matchLabels"]
         selector = ",".join(f"{key}={value}" for key, value in labels.items())
         pods = self.target.kubectl.list_all("pods", self.namespace, selector)
-        return {pod["spec"]["nodeName"]: pod for pod in pods if "deletionTimestamp" not in pod["metadata"]}
+        there = [pod for pod in pods if "deletionTimestamp" not in pod["metadata"] and "nodeName" in pod["spec"]]
+        return {pod["spec"]["nodeName"]: pod for pod in there}
 
     def operators(self) -> list[Object]:
         """The operator's pods that are not being deleted."""

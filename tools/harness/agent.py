@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from orbitkv.client.session import Endpoint, Session
-from orbitkv.protocol.errors import OrbitKVError
+from orbitkv.protocol.errors import ErrorKind, OrbitKVError
 from orbitkv.protocol.messages import GetStatus, Status
 from tools.harness.engine import ROOT
 from tools.harness.process import ManagedProcess, ProcessError, wait_until
@@ -21,19 +21,24 @@ def agent_python() -> str:
     return os.environ.get("ORBITKV_AGENT_PYTHON") or sys.executable
 
 
-def agent_environment() -> dict[str, str]:
-    """The running environment without settings of the agent, and with its packages on the path."""
+def agent_environment(plugin: Path | None = None) -> dict[str, str]:
+    """The running environment without settings of the agent, and with its packages on the path.
+
+    `plugin` is a folder to take the protocol from, instead of this tree's.
+    """
     kept = {name: value for name, value in os.environ.items() if not name.startswith("ORBITKV_AGENT_")}
-    return {**kept, "PYTHONPATH": os.pathsep.join([str(ROOT / "engine_plugins"), str(ROOT / "node_agent")])}
+    packages = [str(plugin or ROOT / "engine_plugins"), str(ROOT / "node_agent")]
+    return {**kept, "PYTHONPATH": os.pathsep.join(packages)}
 
 
 class AgentProcess(ManagedProcess):
     """`orbitkv-agent serve` on a socket in `folder`; `settings` are the agent's, as its flags name them.
 
-    It is serving when the constructor returns. Raises ProcessError with its log if it does not start.
+    It is serving when the constructor returns. Raises ProcessError with its log if it does not start. With `plugin` its
+    protocol is of another release (`releases.plugin_with`).
     """
 
-    def __init__(self, folder: Path, name: str = "agent", **settings: Any) -> None:
+    def __init__(self, folder: Path, name: str = "agent", *, plugin: Path | None = None, **settings: Any) -> None:
         self.socket_path = folder / f"{name}.sock"
         chosen = {
             "socket_path": self.socket_path,
@@ -46,7 +51,7 @@ class AgentProcess(ManagedProcess):
         command = [agent_python(), "-m", "orbitkv_agent", "serve"]
         for setting, value in chosen.items():
             command += [f"--{setting.replace('_', '-')}", str(value).lower() if isinstance(value, bool) else str(value)]
-        super().__init__(name, command, folder / f"{name}.log", agent_environment())
+        super().__init__(name, command, folder / f"{name}.log", agent_environment(plugin))
         try:
             wait_until(self._serving, "the agent's socket answers", READY_SECONDS)
         except TimeoutError:
@@ -58,7 +63,9 @@ class AgentProcess(ManagedProcess):
             raise self.failure("did not start")
         try:
             self.status()
-        except (OrbitKVError, ProcessError):
+        except OrbitKVError as error:
+            return error.kind is ErrorKind.INCOMPATIBLE  # of another release: that it says so is an answer
+        except ProcessError:
             return False
         return True
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Final
@@ -24,7 +24,8 @@ class EnginePod:
     Attributes:
         asked: the annotation `cache-namespace` as it is; "" if there is none.
         node: where it runs; "" while it is not scheduled.
-        created, ready_since: seconds since the epoch; `ready_since` is None while it is not ready.
+        began, ready_since: seconds since the epoch: since when its first container runs (pulling images may have taken
+            long), and since when it is ready; `ready_since` is None while it is not.
         over: it has ended or is going.
         injected, skipped: the webhook's stamps; None: it did not write that one.
     """
@@ -34,7 +35,7 @@ class EnginePod:
     uid: str
     asked: str
     node: str
-    created: float
+    began: float
     ready_since: float | None
     over: bool
     injected: Injected | None
@@ -52,7 +53,7 @@ class EnginePod:
             uid=metadata["uid"],
             asked=str(annotations.get(names.ANNOTATION_CACHE_NAMESPACE) or ""),
             node=str((manifest.get("spec") or {}).get("nodeName") or ""),
-            created=_seconds(metadata.get("creationTimestamp")),
+            began=_seconds(min(_starts(status), default=metadata.get("creationTimestamp"))),
             ready_since=_seconds(ready.get("lastTransitionTime")) if ready.get("status") == "True" else None,
             over=bool(metadata.get("deletionTimestamp")) or status.get("phase") in _ENDED,
             injected=read_injected(annotations),
@@ -151,6 +152,14 @@ class EnginePods:
         with self._lock:
             gone = [name for name in self._without if name not in kept and name not in self._pods]
             return {self._without.pop(name)[0] for name in gone}
+
+
+def _starts(status: Mapping[str, Any]) -> Iterator[str]:
+    """Give when each container began that runs: times in one format, which sort as words."""
+    for each in status.get("containerStatuses") or ():
+        running = (each.get("state") or {}).get("running") or {}
+        if running.get("startedAt"):
+            yield running["startedAt"]
 
 
 def _seconds(text: str | None) -> float:

@@ -10,7 +10,7 @@ import pytest
 from orbitkv_crds import names
 from orbitkv_crds.agent_api import reports_pb2 as pb
 from orbitkv_crds.stamps import ANNOTATION_INJECT, ANNOTATION_INJECTED, ANNOTATION_SKIP_REASON, Injected, Note
-from orbitkv_operator.cluster.api import CACHES, ENGINE_PODS, EVENTS, PODS, POOLS, ApiError, Manifest
+from orbitkv_operator.cluster.api import CACHES, ENGINE_PODS, EVENTS, NAMESPACES, PODS, POOLS, ApiError, Manifest
 from orbitkv_operator.engines.missed import MOST, Sweep, is_missed
 from orbitkv_operator.engines.pods import EnginePod, EnginePods, Without
 from orbitkv_operator.engines.probe import Probe
@@ -82,7 +82,7 @@ class World:
         self.reconciler = PodReconciler(
             self.view, self.pods, self.reports, self.events, self.changed.append, clock=lambda: self.now
         )
-        self.sweep = Sweep(self.api, RELEASE, self.pods, self.events, self.changed.append)
+        self.sweep = Sweep(self.api, RELEASE, self.view, self.pods, self.events, self.changed.append)
         self.view.put(POOLS, pool_body())
         self.view.put(CACHES, cache_body())
         self._number = 0
@@ -143,6 +143,31 @@ def test_injected_pod_is_told_which_cache_and_container_and_all_information(worl
     ((reason, words),) = world.told()
     assert reason == "CacheInjected"
     assert "server" in words and CACHE in words and "pool-not-ready: the pool was not ready." in words
+
+
+def test_pod_whose_images_were_pulled_for_an_hour_is_told_all_the_same(world: World) -> None:
+    manifest = pod_body()
+    manifest["status"]["containerStatuses"] = [
+        {"name": "server", "state": {"running": {"startedAt": at(START + 3600)}}}
+    ]
+    world.now = START + 3601
+    world.show(manifest)
+    world.look()
+    assert world.reasons() == ["CacheInjected"]
+
+
+def test_thousands_that_start_at_once_keep_no_warning_waiting(world: World) -> None:
+    for number in range(4000):
+        world.show(pod_body(f"engine-{number}"))
+        world.look(f"engine-{number}")
+    world.show(pod_body("left-out", skipped()))
+    world.look("left-out")
+    assert world.reasons() == ["CacheInjected", "CacheSkipped"]
+    # those that would be told after ten minutes are not: the stamp on them says the same
+    world.now += 500
+    world.show(pod_body("new", creationTimestamp=at(world.now)))
+    wait = world.look("new")
+    assert wait is not None and 0 < wait <= 101
 
 
 def test_skipped_pod_is_told_why_and_is_named_with_its_cache(world: World) -> None:
@@ -336,7 +361,7 @@ def test_pods_that_are_gone_keep_no_turns() -> None:
     for number in range(10_000):
         turns.forget(f"pod-{number}")
     assert turns.wait("new", 100.5) == 0
-    assert 0 < turns.wait("newer", 100.5) <= 0.1
+    assert turns.wait("newer", 100.5) == pytest.approx(0.1)
 
 
 def test_thousands_of_pods_are_told_in_turns() -> None:
@@ -345,6 +370,13 @@ def test_thousands_of_pods_are_told_in_turns() -> None:
     assert first[0] == 0 and first[-1] == pytest.approx(2.9)
     assert turns.wait("pod-29", now + 1) == pytest.approx(1.9)
     assert turns.wait("pod-29", now + 3) == 0
+
+
+def test_who_would_wait_too_long_keeps_nobody_waiting() -> None:
+    turns, now = Turns(rate=10), 100.0
+    waits = [turns.wait(f"pod-{number}", now, longest=1.0) for number in range(30)]
+    assert waits[10] == pytest.approx(1.0) and waits[11:] == [None] * 19
+    assert turns.wait("later", now + 1, longest=1.0) == pytest.approx(0.1)
 
 
 def test_agent_that_fell_silent_has_no_word_any_more(world: World) -> None:
@@ -461,6 +493,89 @@ def test_sweep_looks_closely_at_a_bounded_number_of_pods(world: World) -> None:
         world.api.add(PODS, pod_body(f"pod-{number}", stamps={}))
     world.sweep.run()
     assert len(world.told()) == MOST
+
+
+def with_default(world: World, cache: str = "one", **annotations: str) -> None:
+    """Namespace team has a cache for its engines."""
+    metadata = {
+        "name": "team",
+        "labels": {ANNOTATION_INJECT: "true"},
+        "annotations": {names.ANNOTATION_CACHE_NAMESPACE: cache, **annotations},
+    }
+    world.view.put(NAMESPACES, {"metadata": metadata})
+
+
+def plain_pod(name: str, command: str, **metadata: Any) -> Manifest:
+    """A pod that nobody annotated and the webhook did not stamp."""
+    body = pod_body(name, stamps={}, **{"annotations": {}, **metadata})
+    body["spec"]["containers"] = [{"name": "main", "image": "example.com/app:1", "command": command.split()}]
+    return body
+
+
+def test_engine_that_gets_the_cache_by_its_namespace_and_was_missed_is_named(world: World) -> None:
+    world.api.add(PODS, plain_pod("engine", "vllm serve model"))
+    world.sweep.run()
+    assert not world.told()
+    with_default(world)
+    world.sweep.run()
+    ((reason, words),) = world.told()
+    assert reason == "CacheMissed" and "webhook-missed" in words and "Namespace team" in words
+    assert [(it.pod, it.reason) for it in world.pods.without(CACHE)] == [("team/engine", "webhook-missed")]
+
+
+@pytest.mark.parametrize(
+    "pod",
+    [
+        plain_pod("other", "nginx"),
+        plain_pod("opted-out", "vllm serve model", annotations={ANNOTATION_INJECT: "false"}),
+        plain_pod("injected", "vllm serve model", annotations=injected()),
+        plain_pod("elsewhere", "vllm serve model", namespace="another"),
+    ],
+    ids=lambda pod: pod["metadata"]["name"],
+)
+def test_what_a_namespace_s_default_leaves_alone_is_not_missed(world: World, pod: Manifest) -> None:
+    with_default(world)
+    world.api.add(PODS, pod)
+    world.sweep.run()
+    assert not world.told()
+
+
+def test_pod_without_an_engine_is_looked_at_once(world: World) -> None:
+    with_default(world)
+    world.api.add(PODS, plain_pod("other", "nginx"))
+    world.sweep.run()
+    gets: list[str] = []
+    world.api.before = lambda verb, resource: gets.append(verb) if verb == "get" else None
+    world.sweep.run()
+    assert not gets
+
+
+def test_default_that_cannot_be_used_is_still_missed_by_engines_only(world: World) -> None:
+    with_default(world, **{f"{names.GROUP}/cache-namspace": "one"})
+    world.api.add(PODS, plain_pod("engine", "vllm serve model"))
+    world.api.add(PODS, plain_pod("other", "nginx"))
+    world.sweep.run()
+    assert world.reasons() == ["CacheMissed"]
+
+
+def test_pod_that_sets_only_the_engine_gets_its_namespace_s_cache_and_is_named_with_it(world: World) -> None:
+    with_default(world)
+    world.api.add(PODS, plain_pod("odd", "start.sh", annotations={f"{names.GROUP}/engine": "vllm"}))
+    world.sweep.run()
+    assert [it.pod for it in world.pods.without(CACHE)] == ["team/odd"]
+
+
+def test_new_engine_is_named_at_once_among_many_pods_that_are_none(world: World) -> None:
+    with_default(world)
+    for number in range(2 * MOST):
+        world.api.add(PODS, plain_pod(f"other-{number}", "nginx"))
+    world.api.add(PODS, plain_pod("engine", "vllm serve model", creationTimestamp=at(START + 60)))
+    world.api.add(PODS, plain_pod("old", "vllm serve model", creationTimestamp=at(START - 60)))
+    world.sweep.run()
+    assert [it.pod for it in world.pods.without(CACHE)] == ["team/engine"]
+    world.sweep.run()
+    world.sweep.run()
+    assert [it.pod for it in world.pods.without(CACHE)] == ["team/engine", "team/old"]
 
 
 # ------------------------------------------------------------------------------------------------------------- probe

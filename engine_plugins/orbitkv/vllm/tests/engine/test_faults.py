@@ -18,6 +18,7 @@ from orbitkv.vllm.tests.engine.stand_in import StandIn, chain
 from tools.harness.agent import AgentProcess, agent_environment
 from tools.harness.engine import Answer, EngineProcess, Prompt
 from tools.harness.process import ManagedProcess, ProcessError, wait_until
+from tools.harness.releases import BEFORE, LONG_AFTER, plugin_with
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -98,10 +99,15 @@ def test_engine_without_an_agent_serves_and_attaches_when_it_comes(
     log = engine.log_text()
     assert "comes-late.sock" in log, "the log does not name the socket that is missing"
     hbm = engine.ask(prompt, logprobs=1)
-    agent = start_agent("comes-late")
+    foreign = start_agent("comes-late", plugin=plugin_with(LONG_AFTER, folder))
+    wait_until(lambda: "version-mismatch" in engine.log_text(), "the engine says that the releases do not fit", 30)
+    assert f"speaks {LONG_AFTER}" in engine.log_text()
+    assert_same_answer(engine.ask(prompt, logprobs=1), hbm, "beside an agent of another release")
+    assert foreign.stop() == 0
+    agent = start_agent("comes-late", plugin=plugin_with(BEFORE, folder))
     restored = wait_restored(engine, agent, prompt)
-    assert_same_answer(restored, hbm, "restored after a late attachment")
-    assert engine.log_text().count("is not attached") <= 2, "the missing agent is logged again and again"
+    assert_same_answer(restored, hbm, "restored after a late attachment, to an agent of the release before")
+    assert engine.log_text().count("is not attached") <= 4, "the missing agent is logged again and again"
 
 
 def test_engine_does_not_start_without_an_agent_when_told_so(folder: Path, start_engine: EngineMaker) -> None:
