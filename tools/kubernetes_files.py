@@ -1,4 +1,4 @@
-"""Files made from the models of Kubernetes objects and from the agents' reports: CRDs, and the code of `agent_api`."""
+"""Files made from the models of Kubernetes objects and from .proto files: CRDs, and the code of what speaks gRPC."""
 
 import tempfile
 from pathlib import Path
@@ -9,12 +9,17 @@ from grpc_tools import protoc
 from orbitkv_crds.schema import crd_file, crds
 
 ROOT = Path(__file__).resolve().parent.parent
-PROTO = Path("orbitkv_crds/agent_api/reports.proto")
+PROTOS = (
+    ("crds", Path("orbitkv_crds/agent_api/reports.proto")),
+    ("node_agent", Path("orbitkv_agent/csi/csi.proto")),
+    ("node_agent", Path("orbitkv_agent/csi/registration.proto")),
+)
+"""Each with the folder that its package lies in."""
 CRD_HEAD = "# Made by `make generate` from crds/orbitkv_crds: change it there.\n"
 
 
 class CompileError(Exception):
-    """reports.proto cannot be compiled; the compiler has written to stderr what is wrong."""
+    """A .proto file cannot be compiled; the compiler has written to stderr what is wrong."""
 
 
 def crd_files() -> dict[str, str]:
@@ -23,25 +28,34 @@ def crd_files() -> dict[str, str]:
 
 
 def api_files() -> dict[str, str]:
-    """Return the code of the agents' reports by path.
+    """Return the code of all .proto files by path.
 
     Raises:
-        CompileError: reports.proto is wrong.
+        CompileError: one is wrong.
+    """
+    return {path: text for folder, proto in PROTOS for path, text in proto_code(folder, proto).items()}
+
+
+def proto_code(folder: str, proto: Path) -> dict[str, str]:
+    """Return the code of one .proto file by path.
+
+    Raises:
+        CompileError: it is wrong.
     """
     with tempfile.TemporaryDirectory() as out:
         kinds = [f"--{kind}_out={out}" for kind in ("python", "grpc_python", "pyi")]
         types = Path(out, "types")
         arguments = [
-            f"--proto_path={ROOT / 'crds'}",
+            f"--proto_path={ROOT / folder}",
             *kinds,
             f"--descriptor_set_out={types}",
-            str(ROOT / "crds" / PROTO),
+            str(ROOT / folder / proto),
         ]
         if protoc.main(["protoc", *arguments]):
-            raise CompileError(f"crds/{PROTO} cannot be compiled: see above")
-        made = {f"crds/{path.relative_to(out)}": path.read_text("utf-8") for path in sorted(Path(out).rglob("*.py*"))}
+            raise CompileError(f"{folder}/{proto} cannot be compiled: see above")
+        made = {f"{folder}/{it.relative_to(out)}": it.read_text("utf-8") for it in sorted(Path(out).rglob("*.py*"))}
         (file,) = FileDescriptorSet.FromString(types.read_bytes()).file
-    return made | {f"crds/{PROTO.parent}/reports_pb2_grpc.pyi": service_types(file)}
+    return made | {f"{folder}/{proto.parent}/{proto.stem}_pb2_grpc.pyi": service_types(file)}
 
 
 def service_types(file: FileDescriptorProto) -> str:

@@ -32,6 +32,12 @@ EVERYTHING: dict[str, Any] = {
     "injection": {
         "payload": {"pullSecrets": [{"name": "pull-c"}], "mode": "imageVolume", "pullPolicy": "Always"},
         "podSecurityDefault": "baseline",
+        "socketVolume": "csi",
+        "csi": {
+            "kubeletDirectory": "/var/snap/microk8s/common/var/lib/kubelet",
+            "priorityClassName": "system-node-critical",
+            "nodeSelector": {"nvidia.com/gpu.present": "true"},
+        },
     },
     "webhook": {
         "priorityClassName": "system-cluster-critical",

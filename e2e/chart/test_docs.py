@@ -10,6 +10,7 @@ from orbitkv_crds.guarantees import Reason
 
 ROOT = Path(__file__).resolve().parents[2]
 OPERATOR = ROOT / "operator" / "orbitkv_operator"
+AGENT = ROOT / "node_agent" / "orbitkv_agent" / "cluster"
 PAGE = (ROOT / "docs" / "kubernetes.md").read_text()
 ALL_IS_WELL = {"Accepted", "AgentsReady", "Complete", "EnginesAttached", "NotNeeded", "PoolAvailable", "Ready", "Valid"}
 BY_KUBERNETES = {"Evicted", "ErrImagePull", "ImagePullBackOff", "ErrImageNeverPull", "InvalidImageName"}
@@ -48,18 +49,31 @@ def text(node: ast.AST) -> Iterator[str]:
 
 def written() -> set[str]:
     """The reasons that the operator writes."""
-    files = [OPERATOR / "health.py", OPERATOR / "gpu.py", *(OPERATOR / "reconcile").glob("*.py")]
+    files = [*(OPERATOR / f"{name}.py" for name in ("health", "gpu", "dra")), *(OPERATOR / "reconcile").glob("*.py")]
     found = {reason for path in files for reason in constants(ast.parse(path.read_text()))}
     assert len(found) > 20, "the operator's code has another form now: this test finds no reasons in it"
     return found | set(get_args(Reason))
 
 
+def reported() -> set[str]:
+    """What agents report of themselves: two values, the first of which is one word."""
+    pairs = [
+        each
+        for path in AGENT.glob("*.py")
+        for each in ast.walk(ast.parse(path.read_text()))
+        if isinstance(each, ast.Tuple) and len(each.elts) == 2
+    ]
+    found = {word for pair in pairs for word in text(pair.elts[0]) if re.fullmatch(r"[A-Z][a-z]\w+", word)}
+    assert len(found) > 3, "the agent's code has another form now: this test finds no reasons in it"
+    return found
+
+
 def test_every_reason_that_asks_for_something_is_explained() -> None:
-    assert not written() - ALL_IS_WELL - explained()
+    assert not (written() | reported()) - ALL_IS_WELL - explained()
 
 
 def test_every_reason_that_is_explained_is_written() -> None:
-    assert not explained() - written() - BY_KUBERNETES
+    assert not explained() - written() - reported() - BY_KUBERNETES
 
 
 def test_pages_that_are_named_exist() -> None:

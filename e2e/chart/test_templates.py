@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from e2e.chart.helm import CHART, EVERYTHING, NAMESPACE, Helm
+from e2e.chart.helm import CHART, EVERYTHING, NAMESPACE, Helm, Objects
+from orbitkv_agent.csi.service import Folders
 from orbitkv_crds import names
 from orbitkv_operator.admission.server import PATH
 from orbitkv_operator.admission.settings import load_settings as load_webhook_settings
@@ -25,6 +26,7 @@ from orbitkv_operator.settings import load_settings
 ROOT = CHART.parents[1]
 VALUES: list[dict[str, Any]] = [{}, EVERYTHING]
 CLUSTER_SCOPED = {
+    "CSIDriver",
     "ClusterRole",
     "ClusterRoleBinding",
     "CustomResourceDefinition",
@@ -274,6 +276,7 @@ def test_webhook_understands_what_the_chart_sets(helm: Helm, values: dict[str, A
     assert settings.namespace == NAMESPACE
     assert settings.payload_mode == injection.get("payload", {}).get("mode", "init")
     assert settings.pod_security_default == injection.get("podSecurityDefault", "privileged")
+    assert settings.socket_volume == injection.get("socketVolume", "hostPath")
     assert settings.lmcache == values.get("compat", {}).get("lmcache", False)
     assert list(settings.payload_pull_secrets) == [
         s["name"] for s in injection.get("payload", {}).get("pullSecrets", [])
@@ -329,6 +332,100 @@ def test_injection_can_be_left_out(helm: Helm) -> None:
     objects = helm.render({"injection": {"enabled": False}})
     assert not [each for each in objects.all if "webhook" in each["metadata"]["name"]]
     assert "orbitkv-stamps" not in objects.names("ValidatingAdmissionPolicy")
+
+
+# ------------------------------------------------------------------------------------------------------------------ csi
+
+CSI: dict[str, Any] = {"injection": {"socketVolume": "csi"}}
+
+
+def parts_of_csi(helm: Helm, values: dict[str, Any]) -> set[str]:
+    return {each["kind"] for each in helm.render(values).all if "csi" in each["metadata"]["name"]}
+
+
+def test_driver_runs_where_pods_get_its_volumes_and_no_sooner(helm: Helm) -> None:
+    all_of_it = {"CSIDriver", "DaemonSet", "NetworkPolicy", "ServiceAccount"}
+    assert parts_of_csi(helm, {}) == set()
+    assert parts_of_csi(helm, CSI) == all_of_it
+    assert parts_of_csi(helm, {"injection": {"socketVolume": "csi", "enabled": False}}) == set()
+    assert parts_of_csi(helm, {"injection": {"csi": {"enabled": True}}}) == all_of_it, "for pods that are still there"
+    assert parts_of_csi(helm, EVERYTHING) == {*all_of_it, "SecurityContextConstraints"}
+
+
+def test_driver_has_inline_volumes_only_and_the_kubelet_changes_nothing_in_them(helm: Helm) -> None:
+    """Another attribute cannot be changed on a cluster that has the object: an upgrade would fail."""
+    driver = helm.render(CSI).one("CSIDriver", names.CSI_DRIVER)
+    assert driver["spec"] == {
+        "attachRequired": False,
+        "podInfoOnMount": True,
+        "fsGroupPolicy": "None",
+        "volumeLifecycleModes": ["Ephemeral"],
+    }
+    assert driver["metadata"]["labels"]["security.openshift.io/csi-ephemeral-volume-profile"] == "restricted"
+
+
+@pytest.mark.parametrize("values", [CSI, EVERYTHING], ids=["csi", "everything"])
+def test_driver_finds_its_folders_where_it_is_told(helm: Helm, values: dict[str, Any]) -> None:
+    spec = helm.render(values).one("DaemonSet", names.CSI)["spec"]["template"]["spec"]
+    (container,) = spec["containers"]
+    kubelet = values["injection"].get("csi", {}).get("kubeletDirectory", "/var/lib/kubelet")
+    folders = Folders(Path(kubelet))
+    assert container["command"] == ["orbitkv-csi"]
+    assert f"--kubelet-directory={kubelet}" in container["args"]
+    assert container["readinessProbe"]["exec"]["command"] == ["test", "-e", str(folders.registered)]
+    on_node = {each["name"]: each["hostPath"]["path"] for each in spec["volumes"]}
+    mounts = {each["mountPath"]: each for each in container["volumeMounts"]}
+    assert set(mounts) == {
+        str(path) for path in (folders.socket, folders.own, folders.registration.parent, folders.pods)
+    }
+    assert all(on_node[mount["name"]] == path for path, mount in mounts.items()), "the kubelet names paths of the node"
+    assert mounts[str(folders.pods)]["mountPropagation"] == "Bidirectional"
+    assert mounts[str(folders.socket)]["readOnly"] is True
+    assert [path for path, mount in mounts.items() if "mountPropagation" in mount] == [str(folders.pods)]
+
+
+def test_driver_has_no_rights_in_the_cluster_and_no_network(helm: Helm) -> None:
+    objects = helm.render(CSI)
+    spec = objects.one("DaemonSet", names.CSI)["spec"]["template"]["spec"]
+    assert spec["serviceAccountName"] == names.CSI
+    assert spec["automountServiceAccountToken"] is False
+    assert objects.one("ServiceAccount", names.CSI)["automountServiceAccountToken"] is False
+    assert not {"hostNetwork", "hostPID", "hostIPC"} & set(spec)
+    subjects = [
+        subject["name"]
+        for kind in ("RoleBinding", "ClusterRoleBinding")
+        for binding in objects.of(kind)
+        for subject in binding["subjects"]
+    ]
+    assert names.CSI not in subjects
+    policy = objects.one("NetworkPolicy", names.CSI)["spec"]
+    assert policy["podSelector"]["matchLabels"].items() <= template_labels(objects, names.CSI).items()
+    assert (policy["policyTypes"], set(policy)) == (["Ingress", "Egress"], {"podSelector", "policyTypes"})
+
+
+def template_labels(objects: Objects, daemonset: str) -> dict[str, str]:
+    labels: dict[str, str] = objects.one("DaemonSet", daemonset)["spec"]["template"]["metadata"]["labels"]
+    return labels
+
+
+def test_driver_is_on_every_node_that_a_pod_may_come_to(helm: Helm) -> None:
+    spec = helm.render(CSI).one("DaemonSet", names.CSI)["spec"]["template"]["spec"]
+    assert spec["tolerations"] == [{"operator": "Exists"}]
+    assert spec["nodeSelector"] == {"kubernetes.io/os": "linux"}
+    assert spec["priorityClassName"] == names.AGENT_PRIORITY_CLASS
+    without = helm.render({**CSI, "agentPriority": {"create": False}}).one("DaemonSet", names.CSI)
+    assert "priorityClassName" not in without["spec"]["template"]["spec"]
+    given = helm.render(EVERYTHING).one("DaemonSet", names.CSI)["spec"]["template"]["spec"]
+    assert given["priorityClassName"] == "system-node-critical"
+    assert given["nodeSelector"] == {"kubernetes.io/os": "linux", "nvidia.com/gpu.present": "true"}
+    assert given["imagePullSecrets"] == [{"name": "pull-a"}, {"name": "pull-b"}]
+
+
+def test_only_the_driver_is_privileged_on_openshift(helm: Helm) -> None:
+    scc = helm.render(EVERYTHING).one("SecurityContextConstraints", names.CSI)
+    assert (scc["users"], scc["groups"]) == ([f"system:serviceaccount:{NAMESPACE}:orbitkv-csi"], [])
+    assert (scc["allowPrivilegedContainer"], scc["volumes"]) == (True, ["hostPath"])
+    assert helm.render({"openshift": {"scc": True}}).names("SecurityContextConstraints") == ["orbitkv"]
 
 
 # ---------------------------------------------------------------------------------------------------------- other parts

@@ -39,6 +39,9 @@ def test_every_value_is_described_in_the_schema() -> None:
         ({"certificates": {"provider": "vault"}}, "provider"),
         ({"monitoring": {"rules": {"enable": True}}}, "enable"),
         ({"networkPolicy": {"enabled": "yes"}}, "enabled"),
+        ({"injection": {"socketVolume": "nfs"}}, "socketVolume"),
+        ({"injection": {"csi": {"kubeletDirectory": "var/lib/kubelet"}}}, "kubeletDirectory"),
+        ({"injection": {"csi": {"kubeletDirectory": "/var/lib/kubelet/"}}}, "kubeletDirectory"),
         ({"agentPriority": {"value": 2_000_000_000}}, "value"),
     ],
 )

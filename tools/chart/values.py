@@ -135,6 +135,38 @@ class Payload(Part):
     )
 
 
+class CSIResources(Part):
+    """Requests and limits of the CSI driver's pods."""
+
+    requests: Object = Field(default={"cpu": "5m", "memory": "48Mi"}, description="What the scheduler sets aside.")
+    limits: Object = Field(default={"memory": "128Mi"}, description="What it may take at most.")
+
+
+class CSI(Part):
+    """The CSI driver `csi.orbitkv.io`."""
+
+    enabled: bool = Field(
+        default=False,
+        description="Run the driver also with `socketVolume: hostPath`. Pods that were made with `csi` need it until "
+        "they are gone: set this first when you go back.",
+    )
+    kubelet_directory: str = Field(
+        default="/var/lib/kubelet",
+        pattern=r"^/.*[^/]$",
+        description="The kubelet's own folder on the nodes (its `--root-dir`).",
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="What it logs.")
+    resources: CSIResources = Field(default=CSIResources(), description="Requests and limits of its pods.")
+    priority_class_name: str = Field(
+        default="", description="Priority class of its pods. Empty: that of the agents, if the chart makes it."
+    )
+    node_selector: dict[str, str] = Field(
+        default={"kubernetes.io/os": "linux"},
+        description="Nodes that it runs on: all that an injected pod may come to. Elsewhere such a pod waits.",
+    )
+    tolerations: list[Object] = Field(default=[{"operator": "Exists"}], description="Taints that its pods tolerate.")
+
+
 class Injection(Part):
     """What annotated pods get."""
 
@@ -149,6 +181,14 @@ class Injection(Part):
         description="What Pod Security enforces in namespaces without a label, if your cluster has such a default. "
         "Where it forbids hostPath volumes, pods start without the cache, with that reason.",
     )
+    socket_volume: Literal["hostPath", "csi"] = Field(
+        default="hostPath",
+        description="How engines' pods get the folder of the agent's socket. `hostPath`: they mount it themselves, "
+        "which Pod Security forbids in namespaces that enforce `baseline` or `restricted`. `csi`: a CSI driver, which "
+        "the chart then runs on every node, mounts it for them, which Pod Security allows. A pod on a node without the "
+        "driver waits for it (docs/injection.md).",
+    )
+    csi: CSI = Field(default=CSI(), description="The CSI driver.")
 
 
 class Webhook(Part):

@@ -10,6 +10,8 @@ from orbitkv_crds.schema import KINDS, structural
 from tools import kubernetes_files
 from tools.kubernetes_reference import LIKE_A_POD, reference_page
 
+REPORTS = kubernetes_files.PROTOS[0]
+
 
 def fields(node: dict[str, Any], path: str) -> Iterator[str]:
     """The paths of all fields that are described on the page each for itself."""
@@ -44,7 +46,7 @@ def test_broken_proto_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (folder / "reports.proto").write_text('syntax = "proto3";\nmessage Report { strin pool = 1; }\n')
     monkeypatch.setattr(kubernetes_files, "ROOT", tmp_path)
     with pytest.raises(kubernetes_files.CompileError, match=r"reports\.proto cannot be compiled"):
-        kubernetes_files.api_files()
+        kubernetes_files.proto_code(*REPORTS)
 
 
 def test_types_of_a_service_are_made_for_every_method(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,7 +57,7 @@ def test_types_of_a_service_are_made_for_every_method(tmp_path: Path, monkeypatc
         "service S { rpc One(A) returns (B); rpc Two(B) returns (A); }\n"
     )
     monkeypatch.setattr(kubernetes_files, "ROOT", tmp_path)
-    made = kubernetes_files.api_files()
+    made = kubernetes_files.proto_code(*REPORTS)
     types = made["crds/orbitkv_crds/agent_api/reports_pb2_grpc.pyi"]
     assert "    One: grpc.UnaryUnaryMultiCallable[reports_pb2.A, reports_pb2.B]\n" in types
     assert "    def Two(self, request: reports_pb2.B, context: grpc.ServicerContext) -> reports_pb2.A: ...\n" in types

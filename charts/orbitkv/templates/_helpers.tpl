@@ -22,6 +22,17 @@ app.kubernetes.io/name: orbitkv
 app.kubernetes.io/component: webhook
 {{- end }}
 
+{{/* What selects the CSI driver's pods. */}}
+{{- define "orbitkv.csi.selector" -}}
+app.kubernetes.io/name: orbitkv
+app.kubernetes.io/component: csi
+{{- end }}
+
+{{/* Not empty where the CSI driver runs. Also without injection: pods that were made with it may still be there. */}}
+{{- define "orbitkv.csi.runs" -}}
+{{- if or .Values.injection.csi.enabled (and .Values.injection.enabled (eq .Values.injection.socketVolume "csi")) }}yes{{ end -}}
+{{- end }}
+
 {{/* The full name of an image. Call with (list . .Values.images.NAME). */}}
 {{- define "orbitkv.image" -}}
 {{- $root := index . 0 -}}

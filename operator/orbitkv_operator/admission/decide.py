@@ -19,6 +19,7 @@ from orbitkv_operator.view import Cache
 Object = Mapping[str, Any]
 
 PodSecurity = Literal["privileged", "baseline", "restricted"]
+SocketVolume = Literal["hostPath", "csi"]
 ENFORCE: Final = "pod-security.kubernetes.io/enforce"
 
 SOCKET_VOLUME, TOKEN_VOLUME, PAYLOAD = "orbitkv-socket", "orbitkv-token", "orbitkv-payload"
@@ -77,6 +78,8 @@ class Rules:
     pod_security_default: PodSecurity = "privileged"
     """What Pod Security enforces in a namespace without a label."""
     lmcache: bool = False
+    socket_volume: SocketVolume = "hostPath"
+    """How the folder of the agent's socket gets into a pod: the pod's own mount of it, or our CSI driver's."""
 
 
 @dataclass(frozen=True)
@@ -176,6 +179,8 @@ def _new_namespace(namespace: str) -> Note:
 
 
 def _forbidden(labels: Mapping[str, str], namespace: str, rules: Rules) -> Note | None:
+    if rules.socket_volume == "csi":
+        return None  # which even `restricted` allows
     level = labels.get(ENFORCE)
     if (level or rules.pod_security_default) not in ("baseline", "restricted"):
         return None
@@ -185,7 +190,8 @@ def _forbidden(labels: Mapping[str, str], namespace: str, rules: Rules) -> Note 
     return Note(
         "pod-security-forbids-hostpath",
         f"Namespace {namespace} {why}, which forbids the folder {names.SOCKET_DIRECTORY} of the node. Run the engine "
-        f"in a namespace that allows it: kubectl label namespace {namespace} {ENFORCE}=privileged --overwrite",
+        f"in a namespace that allows it: kubectl label namespace {namespace} {ENFORCE}=privileged --overwrite; or let "
+        "those who run the cluster set the chart's injection.socketVolume to csi.",
     )
 
 
@@ -196,7 +202,7 @@ def _unpullable(rules: Rules) -> Note | None:
 def _taken(spec: Object, target: Target) -> Note | None:
     """Return what of the pod's own stands where something of ours would."""
     container = spec["containers"][target.index]
-    kinds = {SOCKET_VOLUME: ("hostPath",), TOKEN_VOLUME: ("projected",), PAYLOAD: ("emptyDir", "image")}
+    kinds = {SOCKET_VOLUME: ("hostPath", "csi"), TOKEN_VOLUME: ("projected",), PAYLOAD: ("emptyDir", "image")}
     for volume in spec.get("volumes") or ():
         if volume["name"] in kinds and not any(kind in volume for kind in kinds[volume["name"]]):
             return _name_taken(f"has a volume {volume['name']} of its own")

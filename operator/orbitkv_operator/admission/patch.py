@@ -40,7 +40,7 @@ def make_patch(pod: Object, decision: Decision, rules: Rules) -> Patch:
     """Return what has to change about a pod."""
     spec: Object = pod["spec"]
     changes = _Changes()
-    changes.field("/metadata", pod.get("metadata") or {}, _metadata(pod.get("metadata") or {}, decision))
+    changes.field("/metadata", pod.get("metadata") or {}, _metadata(pod.get("metadata") or {}, decision, rules))
     if isinstance(decision, Inject):
         index = decision.target.index
         container: Object = spec["containers"][index]
@@ -65,7 +65,7 @@ class _Changes:
 # ------------------------------------------------------------------------------------------------------------- metadata
 
 
-def _metadata(metadata: Object, decision: Decision) -> Object:
+def _metadata(metadata: Object, decision: Decision, rules: Rules) -> Object:
     annotations = {key: value for key, value in (metadata.get("annotations") or {}).items() if key not in stamps.STAMPS}
     labels = dict(metadata.get("labels") or {})
     if isinstance(decision, Leave):
@@ -76,9 +76,11 @@ def _metadata(metadata: Object, decision: Decision) -> Object:
         annotations[stamps.ANNOTATION_SKIP_REASON] = stamps.skip_reason(decision.note)
     else:
         annotations[stamps.ANNOTATION_INJECTED] = decision.stamp.write()
-        local = [SOCKET_VOLUME, *([PAYLOAD] if decision.stamp.payload == "init" else [])]
+        local = [SOCKET_VOLUME] if rules.socket_volume == "hostPath" else []
+        local += [PAYLOAD] if decision.stamp.payload == "init" else []
         listed = [name for name in (annotations.get(SAFE_TO_EVICT) or "").split(",") if name]
-        annotations[SAFE_TO_EVICT] = ",".join([*listed, *(name for name in local if name not in listed)])
+        if local:
+            annotations[SAFE_TO_EVICT] = ",".join([*listed, *(name for name in local if name not in listed)])
     return {"annotations": annotations, "labels": labels}
 
 
@@ -89,14 +91,14 @@ def _spec(spec: Object, container: Object, decision: Inject, rules: Rules) -> Ob
     init = decision.stamp.payload == "init"
     payload = {"name": PAYLOAD, "emptyDir": {}} if init else _image_volume(rules)
     volumes: list[Object] = [
-        {"name": SOCKET_VOLUME, "hostPath": {"path": names.SOCKET_DIRECTORY, "type": "DirectoryOrCreate"}},
+        _socket_volume(rules),
         {"name": TOKEN_VOLUME, "projected": {"sources": [{"serviceAccountToken": _token(rules)}]}},
         payload,
     ]
     kind = "emptyDir" if init else "image"
     there = [each for each in spec.get("volumes") or () if each["name"] != PAYLOAD or kind in each]
     present = spec.get("initContainers") or ()
-    copying = _first([each for each in present if each["name"] == PAYLOAD], _init_container(spec, container, rules))
+    copying = _copying([each for each in present if each["name"] == PAYLOAD], _init_container(spec, container, rules))
     others = [each for each in present if each["name"] != PAYLOAD]
     secrets = list(spec.get("imagePullSecrets") or ())
     known = {each.get("name") for each in secrets}
@@ -105,6 +107,12 @@ def _spec(spec: Object, container: Object, decision: Inject, rules: Rules) -> Ob
         "initContainers": [*([copying] if init else []), *others],
         "imagePullSecrets": [*secrets, *({"name": name} for name in decision.ask.pull_secrets if name not in known)],
     }
+
+
+def _socket_volume(rules: Rules) -> Object:
+    if rules.socket_volume == "csi":
+        return {"name": SOCKET_VOLUME, "csi": {"driver": names.CSI_DRIVER, "readOnly": True}}
+    return {"name": SOCKET_VOLUME, "hostPath": {"path": names.SOCKET_DIRECTORY, "type": "DirectoryOrCreate"}}
 
 
 def _token(rules: Rules) -> Object:
@@ -136,6 +144,21 @@ def _init_container(spec: Object, container: Object, rules: Rules) -> Object:
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "volumeMounts": [{"name": PAYLOAD, "mountPath": names.PAYLOAD_PATH}],
     }
+
+
+def _copying(there: list[Object], ours: Object) -> Object:
+    """Return the init container that is there if it still copies the payload, else ours.
+
+    A policy may have given it a mirror's image, other resources, or another security context: that stays, as it does
+    on the pod's own containers.
+    """
+    essence = {name: ours[name] for name in ("name", "command", "volumeMounts")}
+    return there[0] if there and covers({**there[0], "volumeMounts": _mounts(there[0])}, essence) else ours
+
+
+def _mounts(container: Object) -> list[Object]:
+    """Return a container's mount of the payload: others add theirs to every container."""
+    return [each for each in container.get("volumeMounts") or () if each["name"] == PAYLOAD]
 
 
 def _security(of_pod: Object, of_container: Object) -> Object:

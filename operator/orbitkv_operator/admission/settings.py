@@ -37,6 +37,10 @@ class Settings(BaseModel):
     payload_mode: PayloadMode = Field(
         default="init", description="How the files get into a pod: copied by an init container, or as an image volume."
     )
+    socket_volume: Literal["hostPath", "csi"] = Field(
+        default="hostPath",
+        description="How pods get the folder of the agent's socket: they mount it, or the CSI driver does.",
+    )
     pod_security_default: Literal["privileged", "baseline", "restricted"] = Field(
         default="privileged", description="What Pod Security enforces in namespaces that have no label for it."
     )

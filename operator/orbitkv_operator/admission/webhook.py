@@ -133,6 +133,7 @@ class Webhook:
             pull_failing=findings.pull_failing if findings.payload_image == settings.payload_image else "",
             pod_security_default=settings.pod_security_default,
             lmcache=settings.lmcache,
+            socket_volume=settings.socket_volume,
         )
 
     def _fail(self, reason: str) -> None:

@@ -144,6 +144,13 @@ def test_default_of_the_cluster_counts_where_there_is_no_label() -> None:
     injected(run({ASK: "chat"}, open_namespace, strict))
 
 
+@pytest.mark.parametrize("level", ["baseline", "restricted"])
+def test_volume_of_the_csi_driver_is_allowed_everywhere(level: str) -> None:
+    rules = replace(RULES, socket_volume="csi", pod_security_default="restricted")
+    injected(run({ASK: "chat"}, FakeWorld({NAMESPACE: {"pod-security.kubernetes.io/enforce": level}}), rules))
+    injected(run({ASK: "chat"}, rules=rules))
+
+
 def test_payload_that_no_node_can_pull_is_not_put_into_pods() -> None:
     failing = replace(RULES, pull_failing="No node can pull registry/payload:1: not found.")
     decision = run({ASK: "chat"}, rules=failing)

@@ -14,6 +14,7 @@ from orbitkv_operator.admission.tests.pods import NAMESPACE, RULES, FakeWorld, m
 
 Object = dict[str, Any]
 FOLDER = "/opt/orbitkv/payload"
+CSI = replace(RULES, socket_volume="csi")
 
 
 def inject(pod: Object, rules: Rules = RULES) -> Object:
@@ -229,6 +230,21 @@ def test_image_volume_needs_no_init_container() -> None:
     assert found["metadata"]["annotations"][SAFE_TO_EVICT] == "orbitkv-socket"
 
 
+def test_csi_driver_brings_the_socket_in_place_of_the_pod() -> None:
+    found = inject(asking(engine()), CSI)
+    plain = inject(asking(engine()))
+    assert found["spec"]["volumes"][0] == {
+        "name": "orbitkv-socket",
+        "csi": {"driver": "csi.orbitkv.io", "readOnly": True},
+    }
+    assert found["spec"]["containers"] == plain["spec"]["containers"]
+    assert not [each for each in found["spec"]["volumes"] if "hostPath" in each]
+    # the autoscaler takes no offence at volumes of a driver
+    assert found["metadata"]["annotations"][SAFE_TO_EVICT] == "orbitkv-payload"
+    without = inject(asking(engine()), replace(CSI, payload_mode="imageVolume", image_volumes=True))
+    assert SAFE_TO_EVICT not in without["metadata"]["annotations"]
+
+
 # --------------------------------------------------------------------------------------------------- others that mutate
 
 
@@ -257,6 +273,39 @@ def test_what_another_webhook_took_away_is_put_back() -> None:
     assert env(again)["ORBITKV_TOKEN_PATH"] == names.ENGINE_TOKEN_PATH
 
 
+def mirrored(pod: Object) -> Object:
+    """The pod after a policy that has all images come from a mirror, and gives every container a variable, a mount and
+    a limit."""
+    for each in (*pod["spec"]["initContainers"], *pod["spec"]["containers"]):
+        each["image"] = f"mirror.example.com/{each['image']}"
+        each["imagePullPolicy"] = "Always"
+        each["env"] = [*each.get("env", ()), {"name": "POLICY", "value": "1"}]
+        each["volumeMounts"] = [{"name": "certificates", "mountPath": "/etc/ssl/certs"}, *each.get("volumeMounts", ())]
+        each.setdefault("resources", {}).setdefault("limits", {})["memory"] = "8Gi"
+    pod["spec"]["volumes"].insert(0, {"name": "certificates", "configMap": {"name": "certificates"}})
+    pod["metadata"]["annotations"]["policies.example.com/applied"] = "mirror"
+    return pod
+
+
+@pytest.mark.parametrize("rules", [RULES, CSI], ids=["hostPath", "csi"])
+def test_what_a_policy_changes_on_all_containers_stays_on_ours(rules: Rules) -> None:
+    """Put back, two webhooks would undo each other's work, and a cluster that has only its mirror would wait for
+    an image."""
+    after = mirrored(inject(asking(engine()), rules))
+    assert make_patch(after, decide(after, NAMESPACE, FakeWorld(), rules), rules) == []
+    again = mirrored(after)
+    assert make_patch(again, decide(again, NAMESPACE, FakeWorld(), rules), rules) == []
+
+
+def test_init_container_that_copies_no_more_is_put_back() -> None:
+    after = inject(asking(engine()))
+    (copying,) = after["spec"]["initContainers"]
+    for field, value in (("command", ["true"]), ("volumeMounts", [])):
+        broken = {**after, "spec": {**after["spec"], "initContainers": [{**copying, field: value}]}}
+        again = patched(broken, make_patch(broken, decide(broken, NAMESPACE, FakeWorld(), RULES), RULES))
+        assert again["spec"]["initContainers"] == [copying]
+
+
 def test_defaults_and_what_others_add_to_our_parts_are_kept() -> None:
     after = inject(asking(engine()))
     spec = after["spec"]
@@ -275,6 +324,13 @@ def test_other_way_of_the_payload_replaces_the_one_before() -> None:
         found, plain = patched(after, make_patch(after, decision, then))["spec"], inject(asking(engine()), then)["spec"]
         assert found.get("initContainers", []) == plain.get("initContainers", [])
         assert {each["name"]: each for each in found["volumes"]} == {each["name"]: each for each in plain["volumes"]}
+
+
+def test_other_way_of_the_socket_replaces_the_one_before() -> None:
+    for first, then in ((CSI, RULES), (RULES, CSI)):
+        after = inject(asking(engine()), first)
+        decision = decide(after, NAMESPACE, FakeWorld(), then)
+        assert patched(after, make_patch(after, decision, then))["spec"] == inject(asking(engine()), then)["spec"]
 
 
 def test_copy_of_an_injected_pod_is_judged_by_its_spec() -> None:
