@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Callable
 
-from bench import admission, gpu, host_copy, index, query, scheduler
+from bench import admission, gpu, host_copy, index, operator, query, scheduler
 from bench.figures import Figure, json_line, machine, say, table
 
 BENCHES: dict[str, tuple[str, Callable[[], list[Figure]]]] = {
@@ -15,6 +15,7 @@ BENCHES: dict[str, tuple[str, Callable[[], list[Figure]]]] = {
     "gpu": ("saving and restoring pages of a GPU against one large copy", gpu.run),
     "host_copy": ("saving and restoring pages against a plain numpy copy", host_copy.run),
     "index": ("memory and speed of the index at 100,000 and 2 million pages", index.run),
+    "operator": ("what the operator costs where a thousand nodes report", operator.run),
     "scheduler": ("what 500 waiting requests cost the engine in a step", scheduler.run),
 }
 

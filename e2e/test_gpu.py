@@ -13,6 +13,7 @@ from e2e.support.kubectl import Kubectl, Object, condition, has_condition
 
 PRESENT = "nvidia.com/gpu.present"
 UPGRADE = "nvidia.com/gpu-driver-upgrade-state"
+MIG = "nvidia.com/mig.config.state"
 ALL = "all"
 BY_CDI = "management.nvidia.com/gpu=all"
 SECONDS = 60
@@ -38,7 +39,7 @@ def node(own_cluster: Cluster, kubectl: Kubectl) -> Iterator[Node]:
     yield found
     found.take_gpus()
     offer(kubectl, found.name, None)
-    kubectl.run("label", "node", found.name, f"{PRESENT}-", f"{UPGRADE}-")
+    kubectl.run("label", "node", found.name, f"{PRESENT}-", f"{UPGRADE}-", f"{MIG}-")
     for name in ("nvidia", "other"):
         kubectl.delete("runtimeclass", name)
 
@@ -74,8 +75,15 @@ def test_each_way_to_the_gpus_works_and_what_is_missing_is_named(
         assert found["status"]["gpuRoute"] == route
         assert set(clean.agents(pool)) == {node.name}
 
+    # by claims, of which the cluster has the kinds and NVIDIA's driver is not there
+    pool = clean.make_pool(ready=0, gpu={"access": "dra"})
+    access(
+        "False", "DeviceClassNotFound", "DeviceClass gpu.nvidia.com", "admin-access=true", "no ResourceSlice of node-a"
+    )
+    assert kubectl.get("daemonset", f"orbitkv-{pool}", clean.namespace) is None
+
     # by a RuntimeClass, which is not there, then has a handler that is not there
-    pool = clean.make_pool(ready=0, gpu={"access": "runtimeClass"})
+    go_by("runtimeClass")
     access("False", "RuntimeClassNotFound", "no RuntimeClass nvidia")
     assert kubectl.get("daemonset", f"orbitkv-{pool}", clean.namespace) is None
     kubectl.apply(runtime_class("other", "gone"))
@@ -92,12 +100,13 @@ def test_each_way_to_the_gpus_works_and_what_is_missing_is_named(
     offer(kubectl, node.name, 2)
     access("True", "DevicesSeen")
 
-    # while the driver is replaced there is no agent
-    kubectl.run("label", "node", node.name, f"{UPGRADE}=pod-restart-required")
-    access("False", "NoGPUNodes")
-    kubectl.until(lambda: not clean.agents(pool), "the agent to go")
-    kubectl.run("label", "node", node.name, f"{UPGRADE}=upgrade-done", "--overwrite")
-    works("runtimeClass")
+    # while the driver is replaced, or the MIG partition changed, there is no agent
+    for label, during, after in ((UPGRADE, "pod-restart-required", "upgrade-done"), (MIG, "pending", "success")):
+        kubectl.run("label", "node", node.name, f"{label}={during}")
+        access("False", "NoGPUNodes")
+        kubectl.until(lambda: not clean.agents(pool), "the agent to go")
+        kubectl.run("label", "node", node.name, f"{label}={after}", "--overwrite")
+        works("runtimeClass")
 
     # by CDI, of which nothing is specified at first
     node.give_gpus({ALL: 2})

@@ -55,7 +55,8 @@ class GPU(Model):
         "defaultRuntime. runtimeClass, runtimeClassCDI: NVIDIA's runtime by a RuntimeClass, in its usual mode or with "
         "the Container Device Interface. defaultRuntime: NVIDIA's runtime is the nodes' default. privileged: agents "
         "have all devices of the node, for runtimes that add the driver's libraries only. none: host mode, for engines "
-        "on CPUs. dra: not served in this release. The condition GPUAccess says whether agents see the GPUs.",
+        "on CPUs. dra: a claim with admin access to all GPUs of the node, which NVIDIA's driver for Dynamic Resource "
+        "Allocation serves. The condition GPUAccess says whether agents see the GPUs.",
     )
     runtime_class_name: Annotated[ObjectName, Change.REPLACE] | None = Field(
         default=None,

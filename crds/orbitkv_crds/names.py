@@ -27,6 +27,8 @@ OPERATOR: Final = "orbitkv-operator"
 WEBHOOK: Final = "orbitkv-webhook"
 """Deployment, Service, ServiceAccount and MutatingWebhookConfiguration of the webhook; and the Secret of its
 certificate, and the ConfigMap in which the operator tells it what it has found out."""
+CSI: Final = "orbitkv-csi"
+"""DaemonSet and ServiceAccount of the CSI driver."""
 REPORTS_SERVICE: Final = "orbitkv-reports"
 """Service, and the EndpointSlice that the acting operator writes."""
 CERTIFICATES_SECRET: Final = "orbitkv-certificates"
@@ -41,6 +43,7 @@ RESERVED_POOL_NAMES: Final = (
     "agent",
     "ca",
     "certificates",
+    "csi",
     "dashboard",
     "metrics-reader",
     "operator",
@@ -75,6 +78,10 @@ def engine_audience(cluster_uid: str) -> str:
     """Return the audience of engines' tokens; `cluster_uid` is the uid of the namespace kube-system."""
     return f"{GROUP}/{cluster_uid}"
 
+
+# On a node
+CSI_DRIVER: Final = f"csi.{GROUP}"
+"""The CSI driver, which mounts the folder of the agent's socket for pods."""
 
 # Inside the agent's container
 SOCKET_DIRECTORY: Final = "/run/orbitkv"

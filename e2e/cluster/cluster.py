@@ -38,6 +38,8 @@ SYSCTLS = (
 )
 """Settings of the whole machine that a kubelet changes; put back by `down`."""
 
+NODE_GRACE = 20
+"""A node whose kubelet was killed is known to be gone after so many seconds, not 50: tests wait for it."""
 CLIENT_LIMITS = ["--kube-api-qps=500", "--kube-api-burst=1000"]
 CONTROL_PROCESSES = ("etcd", "apiserver", "controller-manager", "scheduler", "coredns", "kwok")
 NODE_PROCESSES = ("containerd", "kubelet", "proxy")
@@ -217,17 +219,30 @@ class Cluster:
         """The logs of all of its processes."""
         return sorted(self.folder.glob("*/log/*.log"))
 
-    def start_kwok(self) -> None:
-        """Starts KWOK, which plays the kubelet of Node objects annotated `kwok.x-k8s.io/node: fake`."""
+    def start_kwok(self, lease_seconds: int = 40) -> None:
+        """Starts KWOK, which plays the kubelet of Node objects annotated `kwok.x-k8s.io/node: fake`.
+
+        It renews their Leases each quarter of `lease_seconds`.
+        """
         if self._control().running("kwok"):
             return
         arguments = [
             f"--kubeconfig={self.kubeconfig}",
             "--manage-all-nodes=false",
             "--manage-nodes-with-annotation-selector=kwok.x-k8s.io/node=fake",
-            "--node-lease-duration-seconds=40",
+            f"--node-lease-duration-seconds={lease_seconds}",
         ]
         self._control().start("kwok", [self.programs["kwok"], *arguments])
+
+    def set_node_grace(self, seconds: int = NODE_GRACE) -> None:
+        """Sets after how many seconds without a word a node counts as lost, by starting the controllers anew."""
+        control, flag = self._control(), "--node-monitor-grace-period"
+        record = control.record("controller-manager")
+        assert record is not None
+        command = [f"{flag}={seconds}s" if part.startswith(flag) else part for part in record.command]
+        if command != record.command:
+            control.stop("controller-manager")
+            control.start("controller-manager", command)
 
     def stop_kwok(self) -> None:
         """Stops KWOK, if it was started. Nodes that it played are not ready from then on: delete them first."""
@@ -313,8 +328,7 @@ class Cluster:
             f"--root-ca-file={self.authority.certificate}",
             "--use-service-account-credentials",
             "--leader-elect=false",
-            # a node whose kubelet was killed is known to be gone after 20 s, not 50: tests wait for it
-            "--node-monitor-grace-period=20s",
+            f"--node-monitor-grace-period={NODE_GRACE}s",
             "--node-monitor-period=2s",
             *CLIENT_LIMITS,
         ]

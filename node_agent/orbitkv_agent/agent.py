@@ -124,6 +124,7 @@ class Agent:
         self.instances = Instances(self.counters.demand)
         self.spaces = KeySpaces(self.cache)
         self.queries = QueryService(self.loop, self.cache, self.spaces, self.counters, config)
+        self._pinned = None if gpus is None else gpus.pinned
         if gpus is not None:
             gpus.use(self.cache.arenas)
         self.device: Device = gpus or HostDevice(self.cache)
@@ -361,6 +362,11 @@ class Agent:
             self._schedule_upkeep(0.0)
 
     # ----------------------------------------------------------------------------------------------- drain
+
+    @property
+    def memory_problem(self) -> str:
+        """Why memory cannot be taken for pages of GPUs, for people; "" when it can."""
+        return "" if self._pinned is None else self._pinned.problem
 
     @property
     def _copies(self) -> int:

@@ -50,6 +50,7 @@ class Watch:
     resource: Resource
     namespace: str | None = None
     labels: str = ""
+    fields: str = ""
     clock: Callable[[], float] = time.monotonic
     last_event: float | None = None
     """When the last event came (seconds since the epoch)."""
@@ -147,7 +148,8 @@ class Auditor:
             ApiError: a list could not be had.
         """
         resource, before = watch.resource, watch.shown()
-        listed = {name_of(it): it for it in self.api.list_metadata(resource, watch.namespace, labels=watch.labels)}
+        there = self.api.list_metadata(resource, watch.namespace, labels=watch.labels, fields=watch.fields)
+        listed = {name_of(it): it for it in there}
         differing = watch.compare(listed.values(), before)
         for name in (differing | self.view.names(resource)) - listed.keys():
             # a stub will do: of what is gone nothing is asked but its name

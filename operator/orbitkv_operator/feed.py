@@ -30,13 +30,40 @@ from orbitkv_operator.cluster.api import (
     POOLS,
     Api,
 )
-from orbitkv_operator.names import CHILD_SELECTOR, ENGINE_SELECTOR
+from orbitkv_operator.names import CHILD_SELECTOR, ENGINE_FIELDS, ENGINE_SELECTOR
 from orbitkv_operator.view import Observer
 
 logger = logging.getLogger(__name__)
 
 SERVER_SECONDS: Final = 300
 CLIENT_SECONDS: Final = 330.0
+
+
+class Nothing(kopf.DiffBaseStorage, kopf.ProgressStorage):
+    """Keeps nothing of an object and compares nothing, as handlers of plain events need neither.
+
+    What kopf has by default copies each object several times at each event, which is most of what an event costs.
+    """
+
+    def build(self, *, body: Any, extra_fields: Any = None) -> Any:
+        """Return the part of an object whose changes count: none."""
+        return {}
+
+    def fetch(self, *, body: Any, key: Any = None) -> None:
+        """Return what was kept: nothing."""
+
+    def clear(self, *, essence: Any) -> Any:
+        """Return an object's part without what is kept in it: as it is."""
+        return essence
+
+    def store(self, **_: Any) -> None:
+        """Keep something."""
+
+    def purge(self, **_: Any) -> None:
+        """Keep something no longer."""
+
+    def touch(self, **_: Any) -> None:
+        """Change an object for the sake of a change."""
 
 
 class Patiently:
@@ -56,7 +83,7 @@ def make_watches(api: Api, namespace: str) -> list[Watch]:
     children = [Watch(kind, namespace, CHILD_SELECTOR) for kind in (*CHILD_KINDS, PODS)]
     return [
         *(Watch(kind) for kind in (POOLS, CACHES, NODES, NAMESPACES)),
-        Watch(ENGINE_PODS, None, ENGINE_SELECTOR),
+        Watch(ENGINE_PODS, None, ENGINE_SELECTOR, ENGINE_FIELDS),
         *(watch for watch in children if watch.resource is not POD_MONITORS or api.serves(POD_MONITORS)),
     ]
 
@@ -154,6 +181,7 @@ def _log_in(**arguments: Any) -> Any:
 def _settings(watches: list[Watch], silence_seconds: float) -> kopf.OperatorSettings:
     settings = kopf.OperatorSettings()
     settings.posting.enabled = False
+    settings.persistence.diffbase_storage = settings.persistence.progress_storage = Nothing()
     settings.scanning.disabled = True  # kinds that come later are noticed by the audit
     settings.watching.inactivity_timeout = silence_seconds
     settings.watching.server_timeout = SERVER_SECONDS
@@ -166,8 +194,10 @@ def _settings(watches: list[Watch], silence_seconds: float) -> kopf.OperatorSett
     settings.queueing.idle_timeout = 1.0
     settings.process.ultimate_exiting_timeout = None
     for watch in watches:
+        resource = watch.resource
+        selector = resource.group or "", resource.version, resource.plural
         if watch.labels:
-            resource = watch.resource
-            selector = resource.group or "", resource.version, resource.plural
             settings.watching.label_selectors[selector] = watch.labels
+        if watch.fields:
+            settings.watching.field_selectors[selector] = watch.fields
     return settings

@@ -9,6 +9,7 @@ from typing import Any, Final
 from orbitkv_crds.agent_api.reports_pb2 import Report
 from orbitkv_crds.managerpool import ManagerPool
 from orbitkv_operator.cluster.api import Manifest
+from orbitkv_operator.dra import Dra, Obstacle
 
 RESOURCE: Final = "nvidia.com/gpu"
 """Under which nodes offer their GPUs."""
@@ -38,23 +39,17 @@ class Route:
         runtime_class: RuntimeClass of the pods; empty: the node's default.
         visible: value of NVIDIA_VISIBLE_DEVICES; empty: not set.
         privileged: whether the container has the node's own devices.
+        claims: whether the pods have a claim with admin access (dra.py).
     """
 
     name: str
     runtime_class: str = ""
     visible: str = ""
     privileged: bool = False
+    claims: bool = False
 
 
 HOST: Final = Route("none")
-
-
-@dataclass(frozen=True)
-class Obstacle:
-    """Why there is no way: one word, and a message that says what to do."""
-
-    reason: str
-    message: str
 
 
 def runtime_class_name(pool: ManagerPool) -> str:
@@ -67,23 +62,31 @@ def asks_for_runtime_class(pool: ManagerPool) -> bool:
     return pool.spec.gpu.access in ("auto", "runtimeClass", "runtimeClassCDI")
 
 
-def find_route(pool: ManagerPool, runtime_class: Manifest | None, nodes: Iterable[Manifest]) -> Route | Obstacle:
+def involves_dra(pool: ManagerPool) -> bool:
+    """Return whether a pool's agents have claims, or are to have them, or had them until now."""
+    return pool.spec.gpu.access == "dra" or pool.status.gpu_route == "dra"
+
+
+def find_route(
+    pool: ManagerPool, runtime_class: Manifest | None, nodes: Iterable[Manifest], dra: Dra | None, namespace: str
+) -> Route | Obstacle:
     """Decide how a pool's agents get at GPUs.
 
     Args:
         runtime_class: the RuntimeClass that `runtime_class_name` names; None: there is none.
         nodes: those that the pool is meant for.
+        dra: what was found of Dynamic Resource Allocation; None: it was not looked for.
+        namespace: the release namespace.
     """
     access: str = pool.spec.gpu.access
     name = runtime_class_name(pool)
     if access == "none":
         return HOST
     if access == "dra":
-        return Obstacle(
-            "AccessNotSupported",
-            "gpu.access is dra, which this release does not serve: no agent is started for it. Use runtimeClass or "
-            "auto.",
-        )
+        missing = (dra or Dra(served=False)).missing((node["metadata"]["name"] for node in nodes), namespace)
+        if missing:
+            return Obstacle(missing[0].reason, " ".join(it.message for it in missing))
+        return Route(access, claims=True)
     if access == "auto":
         # what was chosen stays: a RuntimeClass that comes or goes must not replace every agent
         before = pool.status.gpu_route
@@ -187,6 +190,7 @@ _HINTS: Final = {
     "runtimeClass": "See NVIDIA's container toolkit there; in its CDI mode, set gpu.access to runtimeClassCDI.",
     "runtimeClassCDI": "There must be a CDI specification of management.nvidia.com/gpu (nvidia-ctk cdi generate).",
     "defaultRuntime": "NVIDIA's runtime must be the default of containerd or CRI-O there; else make a RuntimeClass.",
+    "dra": "See the pods of NVIDIA's DRA driver there, and the ResourceClaims of the agents' pods.",
     "privileged": "The driver's devices and libraries must be on the node itself.",
 }
 

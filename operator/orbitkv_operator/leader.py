@@ -35,6 +35,8 @@ class Leader:
     _seen: tuple[Any, float] = (None, 0.0)
     """What the Lease said, and since when (by our clock)."""
     _held: bool = False
+    _written: Manifest | None = None
+    """The Lease as this replica wrote it last: while nobody else writes it, it need not be read to be renewed."""
 
     def run(self, acquired: Callable[[], None], lost: Callable[[], None]) -> None:
         """Wait for the Lease, call `acquired`, keep the Lease; call `lost` when it is lost. Returns after `stop`."""
@@ -77,10 +79,11 @@ class Leader:
     def _try(self) -> bool:
         """Take or renew the Lease; return whether it is ours now."""
         try:
+            if self._renew():
+                return True
             lease = self.api.get(LEASES, self.settings.namespace, names.OPERATOR)
             if lease is None:
-                made = self.api.create(LEASES, self.settings.namespace, self._new())
-                self._see(made)
+                self._wrote(self.api.create(LEASES, self.settings.namespace, self._new()))
                 return True
             self._see(lease)
             spec = lease["spec"]
@@ -94,12 +97,30 @@ class Leader:
                 "leaseDurationSeconds": max(1, round(self.settings.lease_seconds)),
                 "renewTime": _now(),
             }
-            self._see(self.api.replace(LEASES, self.settings.namespace, lease))  # fails if another was quicker
+            self._wrote(self.api.replace(LEASES, self.settings.namespace, lease))  # fails if another was quicker
         except ApiError as error:
             level = logging.INFO if error.status == 409 else logging.WARNING
             logger.log(level, "the Lease could not be taken or renewed", extra={"error": str(error)})
             return False
         return True
+
+    def _renew(self) -> bool:
+        """Renew the Lease if nobody has written it since this replica did; else it has to be read first."""
+        lease, self._written = self._written, None
+        if lease is None:
+            return False
+        lease["spec"]["renewTime"] = _now()
+        try:
+            self._wrote(self.api.replace(LEASES, self.settings.namespace, lease))
+        except ApiError as error:
+            if error.status == 409:
+                return False
+            raise
+        return True
+
+    def _wrote(self, lease: Manifest) -> None:
+        self._written = lease
+        self._see(lease)
 
     def _see(self, lease: Manifest) -> None:
         spec = lease["spec"]

@@ -23,6 +23,9 @@ PAYLOAD_CONTAINER: Final = "payload"
 CHILD_SELECTOR: Final = f"app.kubernetes.io/managed-by={names.MANAGED_BY}"
 ENGINE_SELECTOR: Final = f"{names.LABEL_CACHE}=true"
 """Pods that the webhook has seen."""
+ENGINE_FIELDS: Final = "status.phase!=Pending"
+"""Those of them whose containers have begun: before that nothing can be said of their use of a cache, and most changes
+of a pod come before."""
 AGENT_LABELS: Final = {"app.kubernetes.io/name": "orbitkv", "app.kubernetes.io/component": "agent"}
 """Labels of every agent's pod, whatever its pool."""
 

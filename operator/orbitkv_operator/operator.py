@@ -46,6 +46,7 @@ CRD_SECONDS: Final = 2.0
 """Rhythm in which CRDs that are not there yet are looked for."""
 PROBE: Final = Key("WebhookProbe", "probe")
 SWEEP: Final = Key("PodSweep", "sweep")
+SILENCE: Final = Key("Silence", "silence")
 FEED_SECONDS: Final = 60.0
 """Time without a sign of the watches' thread after which it counts as stalled."""
 
@@ -160,19 +161,21 @@ class Operator:
             if self._waits_for != words:
                 logger.warning("waiting for the CRDs; the chart brings them", extra={"missing": missing})
             return words
-        for kind in KINDS:  # what is decided about one object depends on all others: first know them
-            for manifest in self._api.list_all(kind):
-                self._view.put(kind, manifest)
+        watches = make_watches(self._api, self._settings.namespace)
+        for watch in watches:  # what is decided about one object depends on all others: first know them
+            if watch.resource in KINDS:
+                for manifest in self._api.list_all(watch.resource, watch.namespace, labels=watch.labels):
+                    self._view.put(watch.resource, manifest)
         if self._stop.is_set():
             return "stopping"
-        self._watches = make_watches(self._api, self._settings.namespace)
+        self._watches = watches
         self._feed = Feed(
             self._watches, self._settings.namespace, self._router, self._settings.silence_seconds, self._fail
         )
         self._auditor = Auditor(self._api, self._view, self._watches, self._router, self._settings.audit_seconds)
         self._feed.start()
         threading.Thread(target=self._auditor.run, name="audit", daemon=True).start()
-        for key in KEYS:
+        for key in (*KEYS, SILENCE):
             self._queue.add(key)
         if self._settings.webhook:
             self._queue.add(WEBHOOK)
@@ -194,7 +197,7 @@ class Operator:
         pods = PodReconciler(
             self._view, self._pods, self._store, events, self._without_changed, self._settings.patience_seconds
         )
-        sweep = Sweep(self._api, self._settings.namespace, self._pods, events, self._without_changed)
+        sweep = Sweep(self._api, self._settings.namespace, self._view, self._pods, events, self._without_changed)
         probe = Probe(self._api, self._settings.namespace, self._settings.agent_image, self._metrics.webhook_probed)
         system = SystemReconciler(self._api, self._settings, owner, self._serve, lambda: self._reports.port)
         return {
@@ -205,6 +208,7 @@ class Operator:
             ENGINE_PODS.kind: lambda key: pods.reconcile(key.namespace, key.name),
             PROBE.kind: lambda key: _every(self._settings.probe_seconds, probe.run),
             SWEEP.kind: lambda key: _every(self._settings.sweep_seconds, sweep.run),
+            SILENCE.kind: lambda key: _every(INTERVAL, self._fell_silent),
         }
 
     # -------------------------------------------------------------------------------------------------------- meanwhile
@@ -221,21 +225,26 @@ class Operator:
                 self._queue.add(pool_key(pool["metadata"]["name"]))
 
     def _reported(self, before: Report | None, report: Report) -> None:
-        """An agent has reported: statuses that show more than figures of it are looked at now, others soon."""
-        same_state = before is not None and before.state == report.state and before.boot_id == report.boot_id
-        self._queue.add(pool_key(report.pool), INTERVAL if same_state else 0.0)
-        engines = {part.uid: part.engines for part in before.cache_namespaces} if before else {}
-        for part in report.cache_namespaces:
-            known = self._view.cache(part.namespace, part.name)
-            if known is not None:
-                attached = bool(engines.get(part.uid)) != bool(part.engines)
-                self._queue.add(cache_key(part.namespace, part.name), 0.0 if attached else INTERVAL)
-        for name in _visits_changed(before, report):
-            self._queue.add(pod_key(*name))
-        if before is not None:
-            left = {(it.namespace, it.name) for it in before.cache_namespaces if it.engines}
-            for name in left - {(it.namespace, it.name) for it in report.cache_namespaces}:
-                self._queue.add(cache_key(*name))
+        """An agent has reported: what shows more than figures of it is looked at now. (Figures are looked at by
+        themselves, as often as they may be written.)"""
+        if before is None or _agent_changed(before, report):
+            self._queue.add(pool_key(report.pool))
+        changed = _uses(before) ^ _uses(report)
+        for namespace, name, _, _ in changed:
+            if self._view.cache(namespace, name) is not None:
+                self._queue.add(cache_key(namespace, name))
+        for visitor in _visits_changed(before, report):
+            self._queue.add(pod_key(*visitor))
+
+    def _fell_silent(self) -> None:
+        """What is shown of agents that report no more is to go."""
+        for report in self._store.silent():
+            logger.info("an agent has fallen silent", extra={"pool": report.pool, "node": report.node})
+            self._queue.add(pool_key(report.pool))
+            for part in report.cache_namespaces:
+                self._queue.add(cache_key(part.namespace, part.name))
+            for visit in report.pods:
+                self._queue.add(pod_key(visit.namespace, visit.name))
 
     def _payload_changed(self) -> None:
         """Nodes fare otherwise with the payload than before: the webhook has to know."""
@@ -262,6 +271,22 @@ class Operator:
 def _every(seconds: float, run: Callable[[], None]) -> float:
     run()
     return seconds
+
+
+def _agent_changed(before: Report, report: Report) -> bool:
+    """Return whether an agent says something else of itself than in its last report, figures aside."""
+    return (
+        before.state != report.state
+        or before.boot_id != report.boot_id
+        or before.gpus != report.gpus
+        or before.problems != report.problems
+    )
+
+
+def _uses(report: Report | None) -> set[tuple[str, str, str, bool]]:
+    """Return what an agent says of cache namespaces, figures aside: (namespace, name, uid, whether in use)."""
+    parts = report.cache_namespaces if report is not None else ()
+    return {(part.namespace, part.name, part.uid, part.engines > 0) for part in parts}
 
 
 def _visits_changed(before: Report | None, report: Report) -> set[tuple[str, str]]:

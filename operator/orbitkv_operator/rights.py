@@ -37,6 +37,9 @@ CLUSTER_RULES: Final = (
     Rule(("",), ("pods",), ("get", "list", "watch")),
     # Whether the RuntimeClass is there by which a pool's agents get at GPUs.
     Rule(("node.k8s.io",), ("runtimeclasses",), ("get",)),
+    # What claims for GPUs need (gpu.access: dra).
+    Rule(("resource.k8s.io",), ("deviceclasses",), ("get",)),
+    Rule(("resource.k8s.io",), ("resourceslices",), ("list",)),
     # Which CA signs the webhook's certificate.
     Rule(("admissionregistration.k8s.io",), ("mutatingwebhookconfigurations",), ("get", "patch"), (WEBHOOK,)),
     Rule(("events.k8s.io",), ("events",), ("create",)),
@@ -54,6 +57,7 @@ NAMESPACE_RULES: Final = (
     Rule(("",), ("pods",), ("list", "watch", "delete", "create", "patch")),
     Rule(("networking.k8s.io",), ("networkpolicies",), ("get", "list", "watch", "create", "patch", "delete")),
     Rule(("monitoring.coreos.com",), ("podmonitors",), ("get", "list", "watch", "create", "patch", "delete")),
+    Rule(("resource.k8s.io",), ("resourceclaimtemplates",), ("get", "create", "patch", "delete")),
     # `create` cannot be limited to a name.
     Rule(("",), ("secrets",), ("create",)),
     Rule(("",), ("secrets",), ("get", "update"), (CERTIFICATES_SECRET, WEBHOOK)),

@@ -6,13 +6,23 @@ from dataclasses import dataclass
 from typing import Final
 
 from orbitkv_crds import names
-from orbitkv_operator.cluster.api import CACHES, ENGINE_PODS, NAMESPACES, NODES, PODS, POOLS, Manifest, Resource
+from orbitkv_operator.cluster.api import (
+    CACHES,
+    DAEMON_SETS,
+    ENGINE_PODS,
+    NAMESPACES,
+    NODES,
+    PODS,
+    POOLS,
+    Manifest,
+    Resource,
+)
 from orbitkv_operator.engines.pods import EnginePods
 from orbitkv_operator.queue import Key, KeyedQueue
 from orbitkv_operator.view import KINDS, Name, View, name_of
 
 SETTLE_SECONDS: Final = 1.0
-"""Events of pods and nodes come in bursts: they are looked at together."""
+"""Events of pods and nodes, and of DaemonSets, which count their pods, come in bursts: they are looked at together."""
 TOGETHER_SECONDS: Final = 0.3
 """So do cache namespaces when they are installed: a pool decides on all of them at one time."""
 
@@ -39,13 +49,14 @@ class Router:
                 self.gone(resource, name_of(manifest))
             else:
                 self.pods.put(manifest)
-                self.queue.add(pod_key(*name_of(manifest)))
+                self.queue.add(pod_key(*name_of(manifest)), SETTLE_SECONDS)
         elif resource not in KINDS:
-            pool = (manifest["metadata"].get("labels") or {}).get(names.LABEL_POOL)
-            if pool:
-                self.queue.add(pool_key(pool), SETTLE_SECONDS if resource is PODS else 0.0)
+            self._child(manifest, SETTLE_SECONDS if resource is DAEMON_SETS and not gone else 0.0)
         elif gone:
             self.gone(resource, name_of(manifest))
+        elif resource is PODS:
+            if self.view.put(resource, manifest):
+                self._child(manifest, SETTLE_SECONDS)
         else:
             matters = self.view.put(resource, manifest)
             self._concerns(resource, name_of(manifest), _pool_of(resource, manifest), matters)
@@ -57,11 +68,22 @@ class Router:
             ran_without = self.pods.drop(name).partition("/")
             if ran_without[2]:
                 self.queue.add(cache_key(ran_without[0], ran_without[2]))
+        elif resource is PODS:
+            known = self.view.agent(name)
+            if known is not None:
+                self.view.drop(resource, name)
+                self._child(known, SETTLE_SECONDS)
         elif resource in KINDS:
             cache = self.view.cache(*name) if resource is CACHES else None
             self._concerns(resource, name, cache.pool if cache else "", self.view.drop(resource, name))
         else:  # what is left of a child is its name
             self.queue.add(pool_key(name[1].removeprefix(names.pool_object_name(""))))
+
+    def _child(self, manifest: Manifest, delay: float) -> None:
+        """Queue the pool that something belongs to."""
+        pool = (manifest["metadata"].get("labels") or {}).get(names.LABEL_POOL)
+        if pool:
+            self.queue.add(pool_key(pool), delay)
 
     def _concerns(self, resource: Resource, name: Name, pool: str, matters: bool) -> None:
         """Queue the object itself and, if the change matters to others, these too. `pool`: whom a cache refers to."""

@@ -1,6 +1,7 @@
-"""What the watches have shown of pools, cache namespaces, nodes and namespaces.
+"""What the watches have shown of pools, cache namespaces, nodes, namespaces and agents' pods.
 
-A pool is read again from the API when it is reconciled; from here comes what it is seen together with.
+A pool is read again from the API when it is reconciled; from here comes what it is seen together with. Of what there
+may be thousands of, no more is kept than is used.
 """
 
 from __future__ import annotations
@@ -11,16 +12,29 @@ from typing import Any, Final, Protocol
 
 from pydantic import ValidationError
 
+from orbitkv_crds import names
 from orbitkv_crds.cachenamespace import CacheNamespace
 from orbitkv_crds.model import describe_errors
 from orbitkv_crds.stamps import PREFIX
 from orbitkv_operator import gpu
-from orbitkv_operator.cluster.api import CACHES, NAMESPACES, NODES, POOLS, Manifest, Resource
+from orbitkv_operator.cluster.api import CACHES, NAMESPACES, NODES, PODS, POOLS, Manifest, Resource
+from orbitkv_operator.names import AGENT_LABELS
 
 Name = tuple[str, str]
 """(namespace, name); no namespace for cluster-wide kinds."""
 
-KINDS: Final = (POOLS, CACHES, NODES, NAMESPACES)
+KINDS: Final = (POOLS, CACHES, NODES, NAMESPACES, PODS)
+_DECISIVE: Final = (POOLS, CACHES, NAMESPACES)
+"""Kinds of which it depends which claims a pool accepts."""
+_STAYS_ON_PODS: Final = (
+    "name",
+    "namespace",
+    "uid",
+    "labels",
+    "creationTimestamp",
+    "deletionTimestamp",
+    "ownerReferences",
+)
 
 
 class Observer(Protocol):
@@ -91,14 +105,14 @@ class View:
             before = self._objects[resource].get(name)
             self._objects[resource][name] = kept
             differs = before is None or _essence(resource, before) != _essence(resource, kept)
-            self._changes += differs
+            self._changes += differs and resource in _DECISIVE
             return differs
 
     def drop(self, resource: Resource, name: Name) -> bool:
         """Forget an object; return whether it was known."""
         with self._lock:
             known = self._objects[resource].pop(name, None) is not None
-            self._changes += known
+            self._changes += known and resource in _DECISIVE
             return known
 
     def names(self, resource: Resource) -> set[Name]:
@@ -140,6 +154,19 @@ class View:
         with self._lock:
             return {name: node for (_, name), node in self._objects[NODES].items()}
 
+    def agent(self, name: Name) -> Manifest | None:
+        """Return an agent's pod, as `agents` does."""
+        with self._lock:
+            found: Manifest | None = self._objects[PODS].get(name)
+            return found
+
+    def agents(self, pool: str) -> list[Manifest]:
+        """Return the pods of a pool's agents, with as much of them as `kept_of_agent` says."""
+        wanted = AGENT_LABELS | {names.LABEL_POOL: pool}
+        with self._lock:
+            found = list(self._objects[PODS].values())
+        return [pod for pod in found if wanted.items() <= pod["metadata"]["labels"].items()]
+
     def namespace_labels(self, name: str) -> dict[str, str] | None:
         """Return the labels of a namespace; None: it is not known."""
         found = self.namespace(name)
@@ -157,9 +184,34 @@ class View:
             return found
 
 
+def kept_of_agent(pod: Manifest) -> Manifest:
+    """Return what is kept of an agent's pod: who and where it is, its images and limits, and its status."""
+    metadata, spec = pod["metadata"], pod.get("spec") or {}
+    mark = (metadata.get("annotations") or {}).get(names.ANNOTATION_TEMPLATE_HASH)
+    containers = [
+        {field: it[field] for field in ("name", "image", "resources") if field in it}
+        for it in spec.get("containers") or ()
+    ]
+    kept = {field: metadata[field] for field in _STAYS_ON_PODS if field in metadata}
+    place = (
+        "nodeName" if spec.get("nodeName") else "affinity"
+    )  # a pod that waits says in the affinity where it is to go
+    return {
+        "metadata": kept
+        | {
+            "labels": dict(metadata.get("labels") or {}),
+            "annotations": {names.ANNOTATION_TEMPLATE_HASH: mark} if mark else {},
+        },
+        "spec": {"containers": containers} | ({place: spec[place]} if place in spec else {}),
+        "status": pod.get("status") or {},
+    }
+
+
 def _keep(resource: Resource, manifest: Manifest) -> Any:
-    """Return what is kept of an object: of nodes and namespaces, which are many, no more than is used."""
+    """Return what is kept of an object."""
     metadata = manifest["metadata"]
+    if resource is PODS:
+        return kept_of_agent(manifest)
     if resource is NAMESPACES:
         annotations = metadata.get("annotations") or {}
         ours = {key: value for key, value in annotations.items() if key.startswith(PREFIX)}
@@ -189,7 +241,7 @@ def _gpu_facts(status: Manifest) -> Manifest:
 
 def _essence(resource: Resource, kept: Any) -> Any:
     """Return the part of an object whose change concerns other objects too."""
-    if resource in (NODES, NAMESPACES):
+    if resource in (NODES, NAMESPACES, PODS):
         return kept
     manifest = kept.manifest if resource is CACHES else kept
     metadata = manifest["metadata"]

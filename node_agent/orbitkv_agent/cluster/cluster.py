@@ -139,6 +139,8 @@ class Cluster:
         found = self._tenants.problems
         if self._live.problem:
             found.append(("LiveSettingsInvalid", self._live.problem))
+        if self._agent.memory_problem:
+            found.append(("MemoryNotPinned", self._agent.memory_problem))
         return found
 
     def _expel(self, session: Session, error: Refused) -> None:

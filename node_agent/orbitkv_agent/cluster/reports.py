@@ -13,7 +13,7 @@ from typing import Final
 import grpc
 
 from orbitkv_agent.cluster.settings import ClusterSettings
-from orbitkv_crds.agent_api.reports_pb2 import Report
+from orbitkv_crds.agent_api.reports_pb2 import Ack, Report
 from orbitkv_crds.agent_api.reports_pb2_grpc import ReportsStub
 
 logger = logging.getLogger(__name__)
@@ -28,7 +28,8 @@ _LONGEST_S: Final = 120.0
 class Reporter:
     """Pushes a report at once and then every interval, give or take a fifth; less often while nobody takes it.
 
-    Every push opens a connection of its own, with the certificate authority and the token as they are on disk now.
+    The connection is kept from push to push, as opening one costs the operator more than a report, and is opened anew
+    when it fails or the certificate authority on disk is another one. The token is read for each push.
 
     Args:
         settings: where to, and how often.
@@ -50,8 +51,9 @@ class Reporter:
         self._failures = 0
         self._wake = threading.Event()
         self._stopping = False
-        # Of the push that runs; closing it ends the push. Set by the thread, closed by whoever stops it.
+        # Set by the thread, closed by it and by whoever stops it: that ends a push.
         self._channel: grpc.Channel | None = None
+        self._authority = b""  # that the channel trusts
         self._thread = threading.Thread(target=self._run, name="orbitkv-reports", daemon=True)
 
     def start(self) -> None:
@@ -83,17 +85,20 @@ class Reporter:
             try:
                 self._push()
             except (grpc.RpcError, OSError, TimeoutError) as error:
+                self._disconnect()
                 self._failed(_words(error))
             except Exception:
                 if self._stopping:
-                    return  # its channel was closed under it
+                    break  # its channel was closed under it
                 logger.exception("internal error in a report; please report it")
+                self._disconnect()
                 self._failed("internal error")
             else:
                 if self._failures:
                     logger.info("the operator takes reports again")
                 self._failures, self.problem = 0, ""
             self._wait()
+        self._disconnect()
 
     def _wait(self) -> None:
         wait_s = self._interval_s * random.uniform(0.8, 1.2)
@@ -127,21 +132,52 @@ class Reporter:
             answer.cancel()
         settings = self._settings
         token = Path(settings.reports_token_path).read_text(encoding="ascii").strip()
-        credentials = grpc.ssl_channel_credentials(Path(settings.reports_ca_path).read_bytes())
+        authority = Path(settings.reports_ca_path).read_bytes()
+        kept = self._channel is not None and authority == self._authority
+        channel = self._channel if kept else None
+        try:
+            ack = self._send(report, token, channel or self._connect(authority))
+        except grpc.RpcError as error:
+            if not kept or self._stopping or not _may_be_the_connections(error):
+                raise
+            # whoever took the last report may have gone without a word
+            ack = self._send(report, token, self._connect(authority))
+        if ack is not None and ack.interval_seconds:
+            self._interval_s = float(min(max(ack.interval_seconds, 1), 3600))
+
+    def _send(self, report: Report, token: str, channel: grpc.Channel) -> Ack | None:
+        """Return the answer; None when the thread is to end."""
+        if self._stopping:
+            return None
+        return ReportsStub(channel).Push(
+            report, timeout=PUSH_S, metadata=(("authorization", f"Bearer {token}"),), wait_for_ready=False
+        )
+
+    def _connect(self, authority: bytes) -> grpc.Channel:
+        """Return a new channel, in the place of the present one."""
+        self._disconnect()
         options = [
-            ("grpc.ssl_target_name_override", settings.reports_server_name),
+            ("grpc.ssl_target_name_override", self._settings.reports_server_name),
             ("grpc.enable_retries", 0),
             ("grpc.use_local_subchannel_pool", 1),
         ]
-        with grpc.secure_channel(settings.reports_address, credentials, options) as channel:
-            self._channel = channel
-            if self._stopping:
-                return
-            ack = ReportsStub(channel).Push(
-                report, timeout=PUSH_S, metadata=(("authorization", f"Bearer {token}"),), wait_for_ready=False
-            )
-        if ack.interval_seconds:
-            self._interval_s = float(min(max(ack.interval_seconds, 1), 3600))
+        credentials = grpc.ssl_channel_credentials(authority)
+        self._authority = authority
+        self._channel = grpc.secure_channel(self._settings.reports_address, credentials, options)
+        return self._channel
+
+    def _disconnect(self) -> None:
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.close()
+
+
+def _may_be_the_connections(error: grpc.RpcError) -> bool:
+    """Whether a push may have failed only because its connection leads nowhere any more."""
+    return isinstance(error, grpc.Call) and error.code() in (
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+    )
 
 
 def _words(error: BaseException) -> str:

@@ -19,7 +19,8 @@ from orbitkv_crds.agent_memory import agent_memory
 from orbitkv_crds.live import LiveSettings
 from orbitkv_crds.managerpool import ManagerPool
 from orbitkv_crds.quantity import parse_quantity, size_text
-from orbitkv_operator.cluster.api import Manifest
+from orbitkv_operator import dra
+from orbitkv_operator.cluster.api import CLAIM_TEMPLATES, Manifest
 from orbitkv_operator.gpu import HOST, Route, keep_off
 from orbitkv_operator.names import (
     AGENT_LABELS,
@@ -79,6 +80,14 @@ def config_map(pool: ManagerPool, context: Context) -> Manifest:
     """Return the files that agents read again when they change."""
     data = {names.LIVE_CONFIG: live_settings_text(pool), names.CA_CERTIFICATE: context.ca_bundle}
     return _child("v1", "ConfigMap", pool, context) | {"data": data}
+
+
+def claim_template(pool: ManagerPool, context: Context) -> Manifest:
+    """Return the template of the claims by which agents are given all GPUs of their nodes."""
+    made = _child(CLAIM_TEMPLATES.api_version, CLAIM_TEMPLATES.kind, pool, context)
+    return made | {
+        "spec": {"metadata": {"labels": pool_labels(pool.metadata.name)}, "spec": dra.claim_spec()},
+    }
 
 
 def daemon_set(pool: ManagerPool, context: Context, placement: dict[str, Any] | None = None) -> Manifest:
@@ -196,6 +205,9 @@ def _template(pool: ManagerPool, context: Context) -> Manifest:
     }
     if context.route.runtime_class:
         pod["runtimeClassName"] = context.route.runtime_class
+    if context.route.claims:
+        template = names.pool_object_name(pool.metadata.name)
+        pod["resourceClaims"] = [{"name": dra.CLAIM, "resourceClaimTemplateName": template}]
     if context.route.privileged:
         pod["volumes"].append({"name": "dev", "hostPath": {"path": "/dev", "type": "Directory"}})
     if secrets:
@@ -227,7 +239,7 @@ def _container(pool: ManagerPool, context: Context) -> Manifest:
         "terminationMessagePolicy": "FallbackToLogsOnError",  # the pool's status repeats an agent's last words
         "args": ["serve", "--config", f"{names.CONFIG_DIRECTORY}/{names.AGENT_CONFIG}", *(spec.extra_args or ())],
         "env": [*own, *given],
-        "resources": resources(pool),
+        "resources": resources(pool) | ({"claims": [{"name": dra.CLAIM}]} if route.claims else {}),
         "ports": [{"name": "metrics", "containerPort": spec.metrics.port, "protocol": "TCP"}],
         "startupProbe": _probe("/health", 2, 60 + prefault // 2),
         "livenessProbe": _probe("/health", 10, 6),

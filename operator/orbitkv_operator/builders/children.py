@@ -10,6 +10,7 @@ from orbitkv_crds.managerpool import ManagerPool
 from orbitkv_operator.builders import agents, network
 from orbitkv_operator.builders.agents import Context, with_digest
 from orbitkv_operator.cluster.api import (
+    CLAIM_TEMPLATES,
     CONFIG_MAPS,
     DAEMON_SETS,
     NETWORK_POLICIES,
@@ -20,7 +21,9 @@ from orbitkv_operator.cluster.api import (
 )
 
 CHILD_KINDS: Final = (SERVICE_ACCOUNTS, CONFIG_MAPS, DAEMON_SETS, NETWORK_POLICIES, POD_MONITORS)
-"""In the order in which they are made."""
+"""What every pool may have. (Claim templates, which only some have, are not watched.)"""
+_ORDER: Final = (SERVICE_ACCOUNTS, CONFIG_MAPS, CLAIM_TEMPLATES, DAEMON_SETS, NETWORK_POLICIES, POD_MONITORS)
+"""In which they are made."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,7 @@ def children(
     wanted: dict[Resource, Manifest | None] = {
         SERVICE_ACCOUNTS: agents.service_account(pool, context),
         CONFIG_MAPS: agents.config_map(pool, context),
+        CLAIM_TEMPLATES: agents.claim_template(pool, context) if context.route.claims else None,
         NETWORK_POLICIES: network.network_policy(pool, context) if context.settings.network_policy else None,
         POD_MONITORS: network.pod_monitor(pool, context) if pool.spec.metrics.pod_monitor.enabled else None,
     }
@@ -51,6 +55,6 @@ def children(
         wanted[DAEMON_SETS] = agents.daemon_set(pool, context, placement)
     return [
         Child(resource, None if (manifest := wanted[resource]) is None else with_digest(manifest))
-        for resource in CHILD_KINDS
+        for resource in _ORDER
         if resource in served and resource in wanted
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from orbitkv_operator.cli import installation, objects
+from orbitkv_operator.cli import installation, nodes, objects
 from orbitkv_operator.cli.cluster import Cluster
 from orbitkv_operator.cli.findings import Finding, info
 from orbitkv_operator.cluster.api import ApiError
@@ -20,8 +20,10 @@ CHECKS: Final[tuple[tuple[str, Check], ...]] = (
     ("Pull secrets", installation.pull_secrets),
     ("Certificates", installation.certificates),
     ("Webhook", installation.webhook),
+    ("CSI driver", installation.csi_driver),
     ("ManagerPools", objects.pools),
     ("GPUs", objects.gpus),
+    ("Memory of nodes", nodes.memory),
     ("CacheNamespaces", objects.caches),
     ("Pods of tenants", objects.tenants),
 )

@@ -16,6 +16,7 @@ from orbitkv_operator.cli.findings import Finding, info, ok, problem, sentence, 
 from orbitkv_operator.cluster.api import (
     CACHES,
     CRDS,
+    DAEMON_SETS,
     DEPLOYMENTS,
     LEASES,
     NAMESPACES,
@@ -247,3 +248,34 @@ def webhook(cluster: Cluster) -> Iterator[Finding]:
             f"`kubectl -n {system} logs -l app.kubernetes.io/component=webhook`; where the control plane is elsewhere "
             f"(private clusters), let it reach port {names.WEBHOOK_PORT} of the nodes or pods.",
         )
+
+
+def csi_driver(cluster: Cluster) -> Iterator[Finding]:
+    """Where pods get the agent's folder by the CSI driver: is it on every node that they may come to?"""
+    system = cluster.system()
+    if not system:
+        return
+    webhook = cluster.get(DEPLOYMENTS, system, names.WEBHOOK)
+    environment = webhook["spec"]["template"]["spec"]["containers"][0].get("env") or () if webhook else ()
+    wanted = {"name": "ORBITKV_WEBHOOK_SOCKET_VOLUME", "value": "csi"} in environment
+    found = cluster.get(DAEMON_SETS, system, names.CSI)
+    where = f"DaemonSet {names.CSI} in namespace {system}"
+    if found is None:
+        if wanted:
+            fix = f"{_INSTALL} makes it (injection.socketVolume: csi)."
+            yield problem("CSI driver", f"There is no {where}: pods that ask for a cache cannot start.", fix)
+        return
+    status = found.get("status") or {}
+    nodes, ready = status.get("desiredNumberScheduled") or 0, status.get("numberReady") or 0
+    if not nodes:
+        waiting = "pods that ask for a cache cannot start" if wanted else "pods with its volumes cannot end"
+        fix = "Correct injection.csi.nodeSelector of the chart."
+        yield problem("CSI driver", f"{where} is for no node: {waiting}.", fix)
+    elif ready < nodes:
+        yield problem(
+            "CSI driver",
+            f"{where} is ready on {ready} of {nodes} nodes: on the others pods with its volumes neither start nor end.",
+            f"`kubectl -n {system} describe pods -l app.kubernetes.io/component=csi` says why.",
+        )
+    else:
+        yield ok("CSI driver", f"{where} is ready on all {nodes} of its nodes.")

@@ -14,7 +14,9 @@ from orbitkv_crds.stamps import is_stamped, read_injected, read_skip
 from orbitkv_operator.cli.cluster import Cluster, condition, full_name, pool_of
 from orbitkv_operator.cli.findings import Finding, info, ok, problem, sentence, warning
 from orbitkv_operator.cluster.api import (
+    CLAIM_TEMPLATES,
     DEPLOYMENTS,
+    NAMESPACES,
     NODES,
     PODS,
     RUNTIME_CLASSES,
@@ -22,8 +24,9 @@ from orbitkv_operator.cluster.api import (
     ApiError,
     Manifest,
 )
+from orbitkv_operator.dra import Dra, Obstacle, look
 from orbitkv_operator.engines.probe import probe_pod
-from orbitkv_operator.gpu import AWAY, Obstacle, find_route, runtime_class_name
+from orbitkv_operator.gpu import AWAY, find_route, runtime_class_name
 
 MOST: Final = 50
 """Objects of one kind that are named; of more there is a count."""
@@ -103,7 +106,8 @@ def gpus(cluster: Cluster) -> Iterator[Finding]:
         except ValidationError as error:
             yield problem(about, f"It cannot be read: {describe_errors(error)}", "Correct it, or upgrade the chart.")
             continue
-        found = find_route(pool, cluster.get(RUNTIME_CLASSES, None, runtime_class_name(pool)), labelled)
+        runtime_class = cluster.get(RUNTIME_CLASSES, None, runtime_class_name(pool))
+        found = find_route(pool, runtime_class, labelled, _dra(cluster, pool), cluster.system())
         if isinstance(found, Obstacle):
             yield problem(
                 about, f"{found.reason}: {found.message}", "See the page on Kubernetes, the ways to the GPUs."
@@ -111,6 +115,18 @@ def gpus(cluster: Cluster) -> Iterator[Finding]:
         else:
             by = f" (RuntimeClass {found.runtime_class})" if found.runtime_class else ""
             yield ok(about, f"Its agents get at GPUs by {found.name}{by}.")
+
+
+def _dra(cluster: Cluster, pool: ManagerPool) -> Dra | None:
+    """Look up what a pool needs that claims its GPUs; None: it does not, or there is no namespace to look at."""
+    system = cluster.system()
+    if pool.spec.gpu.access != "dra" or not system:
+        return None
+    namespace = cluster.get(NAMESPACES, None, system) or {"metadata": {}}
+    live = None
+    if cluster.api.serves(CLAIM_TEMPLATES):
+        live = cluster.get(CLAIM_TEMPLATES, system, names.pool_object_name(pool.name))
+    return look(cluster.api, system, namespace["metadata"].get("labels") or {}, live)
 
 
 def caches(cluster: Cluster) -> Iterator[Finding]:

@@ -87,6 +87,9 @@ WEBHOOKS: Final = Resource(
     "admissionregistration.k8s.io", "v1", "mutatingwebhookconfigurations", "MutatingWebhookConfiguration", False
 )
 RUNTIME_CLASSES: Final = Resource("node.k8s.io", "v1", "runtimeclasses", "RuntimeClass", namespaced=False)
+DEVICE_CLASSES: Final = Resource("resource.k8s.io", "v1", "deviceclasses", "DeviceClass", namespaced=False)
+RESOURCE_SLICES: Final = Resource("resource.k8s.io", "v1", "resourceslices", "ResourceSlice", namespaced=False)
+CLAIM_TEMPLATES: Final = Resource("resource.k8s.io", "v1", "resourceclaimtemplates", "ResourceClaimTemplate")
 CRDS: Final = Resource("apiextensions.k8s.io", "v1", "customresourcedefinitions", "CustomResourceDefinition", False)
 LEASES: Final = Resource("coordination.k8s.io", "v1", "leases", "Lease")
 EVENTS: Final = Resource("events.k8s.io", "v1", "events", "Event")
@@ -103,6 +106,11 @@ class ApiError(Exception):
         super().__init__(message)
         self.status = status
         self.retry_after = retry_after
+
+    @property
+    def lacks_a_right(self) -> bool:
+        """Whether it was refused for want of a right. (403 is also what admission answers, for one object.)"""
+        return self.status == 403 and 'User "' in str(self)
 
     @property
     def reason(self) -> str:
@@ -127,8 +135,10 @@ class Api(Protocol):
     def list_all(self, resource: Resource, namespace: str | None = None, *, labels: str = "") -> list[Manifest]:
         """Return all objects that the label selector `labels` names."""
 
-    def list_metadata(self, resource: Resource, namespace: str | None = None, *, labels: str = "") -> list[Manifest]:
-        """The same with nothing but their metadata."""
+    def list_metadata(
+        self, resource: Resource, namespace: str | None = None, *, labels: str = "", fields: str = ""
+    ) -> list[Manifest]:
+        """The same with nothing but their metadata, and of those that the field selector `fields` names."""
 
     def each_metadata(self, resource: Resource) -> Iterator[Manifest]:
         """Give the metadata of all objects of the cluster, a page at a time: they may be more than fit into memory."""
@@ -199,9 +209,11 @@ class KubernetesApi:
         """Return all objects that the label selector `labels` names."""
         return list(self._pages(resource, namespace, labels, "application/json"))
 
-    def list_metadata(self, resource: Resource, namespace: str | None = None, *, labels: str = "") -> list[Manifest]:
-        """The same with nothing but their metadata."""
-        return list(self._pages(resource, namespace, labels, METADATA_ONLY))
+    def list_metadata(
+        self, resource: Resource, namespace: str | None = None, *, labels: str = "", fields: str = ""
+    ) -> list[Manifest]:
+        """The same with nothing but their metadata, and of those that the field selector `fields` names."""
+        return list(self._pages(resource, namespace, labels, METADATA_ONLY, fields))
 
     def each_metadata(self, resource: Resource) -> Iterator[Manifest]:
         """Give the metadata of all objects of the cluster, a page at a time."""
@@ -251,8 +263,11 @@ class KubernetesApi:
         major, minor = (re.match(r"\d*", str(found.get(part)))[0] or "0" for part in ("major", "minor"))  # type: ignore[index]
         return int(major), int(minor)
 
-    def _pages(self, resource: Resource, namespace: str | None, labels: str, accept: str) -> Iterator[Manifest]:
-        query = {"limit": str(PAGE)} | ({"labelSelector": labels} if labels else {})
+    def _pages(
+        self, resource: Resource, namespace: str | None, labels: str, accept: str, fields: str = ""
+    ) -> Iterator[Manifest]:
+        selectors = {"labelSelector": labels, "fieldSelector": fields}
+        query = {"limit": str(PAGE)} | {name: value for name, value in selectors.items() if value}
         while True:
             page = self._ask(resource, "list", "GET", resource.path(namespace), query, accept=accept)
             for item in page.get("items") or ():  # the apiserver writes an empty list of metadata as null
@@ -282,9 +297,9 @@ class KubernetesApi:
         try:
             answer = self._request(method, path, query or {}, body, content_type, accept)
         except ApiError as failed:
-            if _lacks_a_right(failed):
+            if failed.lacks_a_right:
                 self._forbidden[what] = (time.monotonic(), failed)
-            if failed.status == 0 or _lacks_a_right(failed):
+            if failed.status == 0 or failed.lacks_a_right:
                 self._report(what, failed)
             raise
         if error is not None:
@@ -327,11 +342,6 @@ class KubernetesApi:
             raise _refusal(method, path, answer.status, answer.data, answer.headers.get("Retry-After"))
         found: Manifest = json.loads(answer.data)
         return found
-
-
-def _lacks_a_right(error: ApiError) -> bool:
-    """Whether a request was refused for want of a right. (403 is also what admission answers, for one object.)"""
-    return error.status == 403 and 'User "' in str(error)
 
 
 def _refusal(method: str, path: str, status: int, body: bytes, retry_after: str | None) -> ApiError:

@@ -18,7 +18,7 @@ from orbitkv_operator.engines.pods import EnginePods
 from orbitkv_operator.events import Events
 from orbitkv_operator.reconcile.cache_status import cache_status
 from orbitkv_operator.reconcile.status_writer import StatusWriter
-from orbitkv_operator.reports.store import ReportStore, about, visits_to
+from orbitkv_operator.reports.store import INTERVAL, ReportStore
 from orbitkv_operator.view import Cache, View
 from orbitkv_operator.work import FORGET
 
@@ -95,17 +95,19 @@ class CacheReconciler:
         pool = self._pool(cache.pool)
         uid = cache.model.metadata.uid
         decision = None if pool is None else self.decisions.about(uid, pool)
-        reports = self.reports.of_pool(cache.pool)
         # where none has ever reported, nothing is known; where some did and have fallen silent, nothing is in use
-        known = reports or (self.reports.settled and cache.model.status.tiers is not None)
-        parts = about(reports, uid) if known else None
+        known = self.reports.heard(cache.pool) or (self.reports.settled and cache.model.status.tiers is not None)
+        parts = self.reports.about(cache.pool, uid) if known else None
         without = self.pods.without(f"{namespace}/{name}")
-        status = cache_status(
-            cache.model, pool, decision, parts, without, visits_to(reports, f"{namespace}/{name}")
-        ).to_body()
+        visits = self.reports.visits_to(cache.pool, f"{namespace}/{name}")
+        status = cache_status(cache.model, pool, decision, parts, without, visits).to_body()
         if decision is not None and not decision.accepted:
             self.events.post(cache.manifest, "Warning", decision.reason, decision.message)
-        return self.status.write(CACHES, cache.manifest, status)
+        wait = self.status.write(CACHES, cache.manifest, status)
+        if wait is None and parts:
+            # figures drift with every report: they are looked at again when they may be written again
+            return max(INTERVAL, self.status.figures_due(CACHES, namespace, name))
+        return wait
 
     def _pool(self, name: str) -> ManagerPool | None:
         raw = self.view.pool(name)

@@ -5,6 +5,7 @@ Nothing is ever written on the pod itself.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -23,7 +24,9 @@ RECENT_SECONDS: Final = 600.0
 """What happened longer ago is not told any more, after another replica has begun to act."""
 AGAIN_SECONDS: Final = 3600.0
 """Events are forgotten by the cluster after an hour: what still holds is then said again."""
-EVENTS_A_SECOND: Final = 20.0
+WARNINGS_A_SECOND: Final = 20.0
+NEWS_A_SECOND: Final = 5.0
+"""Of pods that got what they asked for: the stamp on them says the same, and an event is one more write to the API."""
 
 
 @dataclass
@@ -43,20 +46,24 @@ class _Known:
 class Turns:
     """Gives turns, so that the start of thousands of pods is no flood of events. The lock guards what is below it."""
 
-    rate: float = EVENTS_A_SECOND
+    rate: float
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _turns: dict[str, float] = field(default_factory=dict)
     """Of those that wait, the latest last."""
     _free: float = 0.0
     """When there may be a turn again after the last one that was taken."""
 
-    def wait(self, who: str, now: float) -> float:
-        """Return in how many seconds it is somebody's turn; 0: now, and the turn is taken."""
+    def wait(self, who: str, now: float, longest: float = math.inf) -> float | None:
+        """Return in how many seconds it is somebody's turn; 0: now, and the turn is taken; None: not within
+        `longest` seconds, and no turn is kept."""
         with self._lock:
             turn = self._turns.get(who)
             if turn is None:
                 latest = next(reversed(self._turns.values()), None)
                 turn = max(now, self._free, 0.0 if latest is None else latest + 1 / self.rate)
+            if turn > now + longest:
+                self._turns.pop(who, None)
+                return None
             if turn > now:
                 self._turns[who] = turn
                 return turn - now
@@ -83,7 +90,8 @@ class PodReconciler:
     patience: float = 300.0
     """Seconds that a pod may be ready without being attached before it counts as running without the cache."""
     clock: Callable[[], float] = time.time
-    _turns: Turns = field(default_factory=Turns)
+    _news: Turns = field(default_factory=lambda: Turns(NEWS_A_SECOND))
+    _warnings: Turns = field(default_factory=lambda: Turns(WARNINGS_A_SECOND))
     _known: dict[Name, _Known] = field(default_factory=dict)
 
     def reconcile(self, namespace: str, name: str) -> float | None:
@@ -92,7 +100,8 @@ class PodReconciler:
         if pod is None or pod.over:
             self._without(namespace, name, "", None)
             self._known.pop((namespace, name), None)
-            self._turns.forget(f"{namespace}/{name}")
+            self._news.forget(f"{namespace}/{name}")
+            self._warnings.forget(f"{namespace}/{name}")
             return FORGET
         if pod.injected is None and pod.skipped is None:
             return FORGET  # a label that the webhook did not write: the sweep looks after such pods
@@ -111,11 +120,10 @@ class PodReconciler:
 
     def _tell_stamps(self, pod: EnginePod, now: float) -> float:
         """Say what the webhook did; return the seconds to wait before it can be said."""
-        if now - pod.created > RECENT_SECONDS:
-            return 0.0
-        wait = self._turns.wait(pod.full_name, now)
-        if wait:
-            return wait
+        turns = self._warnings if pod.injected is None else self._news
+        wait = turns.wait(pod.full_name, now, pod.began + RECENT_SECONDS - now)
+        if wait != 0:
+            return wait or 0.0  # the stamp itself tells what is not told here
         if pod.injected is not None:
             it = pod.injected
             engine = f" ({it.engine})" if it.engine else ""

@@ -17,11 +17,12 @@ from orbitkv_crds.managerpool import ManagerPool
 from orbitkv_crds.meta import condition
 from orbitkv_crds.model import describe_errors
 from orbitkv_crds.quantity import parse_quantity, rounded_size_text
-from orbitkv_operator import gpu, rollout
+from orbitkv_operator import dra, gpu, rollout
 from orbitkv_operator.builders import agents
 from orbitkv_operator.builders.agents import Context
 from orbitkv_operator.builders.children import CHILD_KINDS, Child, children
 from orbitkv_operator.cluster.api import (
+    CLAIM_TEMPLATES,
     CONFIG_MAPS,
     DAEMON_SETS,
     POD_MONITORS,
@@ -33,9 +34,11 @@ from orbitkv_operator.cluster.api import (
     Resource,
 )
 from orbitkv_operator.cluster.compare import covers
+from orbitkv_operator.dra import Dra, Obstacle
 from orbitkv_operator.events import Events
-from orbitkv_operator.gpu import Obstacle, Route
+from orbitkv_operator.gpu import Route
 from orbitkv_operator.health import node_of, observe, with_reported
+from orbitkv_operator.names import AGENT_LABELS
 from orbitkv_operator.overlap import Candidate, Overlap, overlaps
 from orbitkv_operator.placement import matching, placement_of
 from orbitkv_operator.placement import wanted as wanted_nodes
@@ -43,7 +46,7 @@ from orbitkv_operator.reconcile.ownership import Owner, owner_of
 from orbitkv_operator.reconcile.payload import PayloadPulls, pulls, with_image
 from orbitkv_operator.reconcile.pool_status import Blocked, PoolFacts, pool_status
 from orbitkv_operator.reconcile.status_writer import StatusWriter
-from orbitkv_operator.reports.store import ReportStore, Sums, dram
+from orbitkv_operator.reports.store import INTERVAL, ReportStore, Sums, dram
 from orbitkv_operator.settings import Settings
 from orbitkv_operator.view import View
 from orbitkv_operator.work import FORGET
@@ -51,7 +54,7 @@ from orbitkv_operator.work import FORGET
 logger = logging.getLogger(__name__)
 
 KIND_SECONDS: Final = 60.0
-"""How long it is remembered whether the API has a kind that an add-on brings."""
+"""How long it is remembered whether the API has a kind that not every cluster has."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,8 @@ class Seen:
     """Other pools that can be served."""
     runtime_class: Manifest | None = None
     """The RuntimeClass that the pool would use, if it is there."""
+    dra: Dra | None = None
+    """What was found of Dynamic Resource Allocation; None: the pool does not ask for it."""
 
 
 @dataclass(frozen=True)
@@ -78,10 +83,8 @@ class Plan:
     facts: PoolFacts
 
 
-def candidate(pool: ManagerPool) -> Candidate | None:
-    """Return a pool as it takes part in overlaps; None: it cannot be served, and takes no node."""
-    if pool.spec.gpu.access == "dra":
-        return None
+def candidate(pool: ManagerPool) -> Candidate:
+    """Return a pool as it takes part in overlaps."""
     metadata = pool.metadata
     return Candidate(metadata.name, metadata.uid, metadata.creation_timestamp, agents.placement_for(pool))
 
@@ -98,10 +101,10 @@ def plan(
     """Decide what is to be done: a pure function of what was seen."""
     name, uid = pool.metadata.name, pool.metadata.uid
     owners = {resource: owner_of(live, name, uid) for resource, live in seen.live.items()}
-    mine = candidate(pool)
-    shared = overlaps(mine, seen.others, seen.nodes.values()) if mine else []
+    shared = overlaps(candidate(pool), seen.others, seen.nodes.values())
     meant = matching(seen.nodes.values(), agents.placement_for(pool))
-    route = gpu.find_route(pool, seen.runtime_class, [seen.nodes[node] for node in meant])
+    meant_nodes = [seen.nodes[node] for node in meant]
+    route = gpu.find_route(pool, seen.runtime_class, meant_nodes, seen.dra, context.namespace)
     if isinstance(route, Route):
         context = replace(context, route=route)
     blocked = _blocked(pool, seen, owners, route)
@@ -277,14 +280,10 @@ class PoolReconciler:
 
         seen = self._look(pool)
         self.payloads.note(name, pulls(seen.pods, self.settings.payload_image))
-        context = Context(self.settings, self.ca_bundle() or _present_bundle(seen.live))
-        found = plan(
-            pool,
-            seen,
-            context,
-            cache_namespaces=len(self.view.caches(pool=name)),
-            reports=self.reports,
-        )
+        found = self._plan(pool, seen)
+        if found.facts.rollout.replace:
+            # What the watch has shown may be a moment old: before an agent goes, look how many are there now.
+            found = self._plan(pool, replace(seen, pods=self._list_pods(name)))
         for resource, manifest in found.apply:
             self.api.apply(resource, manifest)
             logger.info("applied", extra={"pool": name, "kind": resource.kind, "object": manifest["metadata"]["name"]})
@@ -300,32 +299,48 @@ class PoolReconciler:
         for pod in with_image(seen.pods, self.settings.payload_image):
             self.api.apply(PODS, pod)
             logger.info("another payload is pulled", extra={"pool": name, "pod": pod["metadata"]["name"]})
-        again = 2.0 if found.facts.waiting else None if pool.spec.host_mode else gpu.LOOK_AGAIN_SECONDS
-        return min((it for it in (wait, again) if it is not None), default=None)
+        return min(it for it in (wait, self._again(pool, found.facts)) if it is not None)
+
+    def _again(self, pool: ManagerPool, facts: PoolFacts) -> float:
+        """Return in how many seconds to look again at what no watch tells of."""
+        if facts.waiting:
+            return 2.0
+        if not pool.spec.host_mode:
+            return gpu.LOOK_AGAIN_SECONDS
+        return max(INTERVAL, self.status.figures_due(POOLS, "", pool.name))
 
     def _look(self, pool: ManagerPool) -> Seen:
         namespace, child = self.settings.namespace, names.pool_object_name(pool.metadata.name)
-        live = {
-            resource: self.api.get(resource, namespace, child) for resource in CHILD_KINDS if self._serves(resource)
-        }
-        selector = f"{names.LABEL_POOL}={pool.metadata.name},app.kubernetes.io/component=agent"
-        pods = self.api.list_all(PODS, namespace, labels=selector)
+        kinds = (*CHILD_KINDS, CLAIM_TEMPLATES) if gpu.involves_dra(pool) else CHILD_KINDS
+        live = {resource: self.api.get(resource, namespace, child) for resource in kinds if self._serves(resource)}
         others = []
         for raw in self.view.pools():
             try:
                 other = ManagerPool.model_validate(raw)
             except ValidationError:
                 continue  # it is told itself
-            found = None if other.metadata.deletion_timestamp else candidate(other)
-            if found is not None and found.uid != pool.metadata.uid:
-                others.append(found)
+            if not other.metadata.deletion_timestamp and other.metadata.uid != pool.metadata.uid:
+                others.append(candidate(other))
         runtime_class = None
         if gpu.asks_for_runtime_class(pool):
             runtime_class = self.api.get(RUNTIME_CLASSES, None, gpu.runtime_class_name(pool))
-        return Seen(live, pods, self.view.nodes(), others, runtime_class)
+        found = None
+        if pool.spec.gpu.access == "dra":
+            labels = self.view.namespace_labels(namespace) or {}
+            found = dra.look(self.api, namespace, labels, live.get(CLAIM_TEMPLATES))
+        return Seen(live, self.view.agents(pool.name), self.view.nodes(), others, runtime_class, found)
+
+    def _list_pods(self, pool: str) -> list[Manifest]:
+        selector = ",".join(f"{key}={value}" for key, value in (AGENT_LABELS | {names.LABEL_POOL: pool}).items())
+        return self.api.list_all(PODS, self.settings.namespace, labels=selector)
+
+    def _plan(self, pool: ManagerPool, seen: Seen) -> Plan:
+        context = Context(self.settings, self.ca_bundle() or _present_bundle(seen.live))
+        caches = len(self.view.caches(pool=pool.name))
+        return plan(pool, seen, context, cache_namespaces=caches, reports=self.reports)
 
     def _serves(self, resource: Resource) -> bool:
-        if resource is not POD_MONITORS:
+        if resource not in (POD_MONITORS, CLAIM_TEMPLATES):
             return True
         now = time.monotonic()
         at, served = self._kinds.get(resource, (-KIND_SECONDS, False))

@@ -87,23 +87,66 @@ _Name = tuple[str, str, str]
 
 
 @dataclass
+class _Turns:
+    """Times for those who have to wait, so that a thousand that wait do not ask again all the time. The times of those
+    that need none any more are given to others. Used under the writer's lock."""
+
+    _given: dict[_Name, float] = field(default_factory=dict)
+    _next: float = 0.0
+    """The first time that nobody was ever given."""
+    _returned: list[float] = field(default_factory=list)
+    """Times before that which nobody has any more, as a heap."""
+
+    def turn(self, name: _Name, now: float) -> float:
+        """Return when an object may be written: the time that it was given, or an earlier one that has become free."""
+        while self._returned and self._returned[0] < now:
+            heapq.heappop(self._returned)
+        given = self._given.get(name)
+        if given is None:
+            if self._returned:
+                given = heapq.heappop(self._returned)
+            else:
+                given = max(self._next, now)
+                self._next = given + 1 / WRITES_A_SECOND
+            # Pools are few, and their deletion waits for their status: they come before a thousand others.
+            self._given[name] = given if name[1] else now
+        elif self._returned and self._returned[0] < given:
+            self._given[name] = heapq.heapreplace(self._returned, given)
+        return self._given[name]
+
+    def taken(self, name: _Name) -> None:
+        """An object is written: its turn is over."""
+        self._given.pop(name, None)
+
+    def give_back(self, name: _Name) -> None:
+        """An object needs no turn any more."""
+        turn = self._given.pop(name, None)
+        if turn is not None:
+            heapq.heappush(self._returned, turn)
+
+    def wanted(self) -> bool:
+        """Return whether anybody waits."""
+        return bool(self._given)
+
+    def yield_one(self, now: float) -> None:
+        """Leave one time to somebody else."""
+        self._next = max(self._next, now) + 1 / WRITES_A_SECOND
+
+
+@dataclass
 class StatusWriter:
     """Writes statuses by server-side apply. The lock guards all fields with an underscore; nothing waits under it.
 
-    Whoever has to wait is given a time of its own, so that a thousand that wait do not ask again all the time. The
-    times of those that are gone meanwhile are given to others.
+    Whoever has to wait is given a turn. What matters never waits behind figures: both have turns of their own, and
+    figures have none while what matters waits.
     """
 
     api: Api
     clock: Callable[[], float] = time.monotonic
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _last: dict[_Name, LastWrites] = field(default_factory=dict)
-    _turns: dict[_Name, float] = field(default_factory=dict)
-    """When an object that waits may be written."""
-    _next: float = 0.0
-    """The first time that nobody was ever given."""
-    _given_back: list[float] = field(default_factory=list)
-    """Times before that which nobody has any more, as a heap."""
+    _facts_turns: _Turns = field(default_factory=_Turns)
+    _figures_turns: _Turns = field(default_factory=_Turns)
 
     def write(self, resource: Resource, live: Manifest, status: dict[str, Any]) -> float | None:
         """Write a status if it is time; else return in how many seconds to come again (None: not for this).
@@ -122,10 +165,9 @@ class StatusWriter:
                 return None
             if wait > 0:
                 return wait
-            turn = self._turn(name, now)
+            turn = self._turn(name, now, _facts(before) != _facts(status))
             if turn > now:
                 return turn - now
-            del self._turns[name]
             moved = _moved(_figures(before), _figures(status))
             self._last[name] = LastWrites(now, now if moved else last.figures)
         body: Manifest = {
@@ -146,30 +188,34 @@ class StatusWriter:
             raise
         return None
 
+    def figures_due(self, resource: Resource, namespace: str, name: str) -> float:
+        """Return in how many seconds an object's figures may be written again: until then it need not be asked
+        whether they moved."""
+        with self._lock:
+            last = self._last.get((resource.kind, namespace, name), LastWrites()).figures
+        return 0.0 if last is None else max(0.0, last + FIGURES_SECONDS - self.clock())
+
     def forget(self, resource: Resource, namespace: str, name: str) -> None:
         """An object is gone."""
         with self._lock:
             self._last.pop((resource.kind, namespace, name), None)
             self._give_back((resource.kind, namespace, name))
 
-    def _turn(self, name: _Name, now: float) -> float:
-        """Return when an object may be written: the time that it was given, or an earlier one that has become free."""
-        while self._given_back and self._given_back[0] < now:
-            heapq.heappop(self._given_back)
-        given = self._turns.get(name)
-        if given is None:
-            if self._given_back:
-                given = heapq.heappop(self._given_back)
-            else:
-                given = max(self._next, now)
-                self._next = given + 1 / WRITES_A_SECOND
-            # Pools are few, and their deletion waits for their status: they come before a thousand others.
-            self._turns[name] = given if name[1] else now
-        elif self._given_back and self._given_back[0] < given:
-            self._turns[name] = heapq.heapreplace(self._given_back, given)
-        return self._turns[name]
+    def _turn(self, name: _Name, now: float, matters: bool) -> float:
+        """Return when an object may be written; now: its turn has come, and is taken."""
+        if not matters and self._facts_turns.wanted():
+            return now + FACTS_SECONDS
+        turns, others = self._facts_turns, self._figures_turns
+        if not matters:
+            turns, others = others, turns
+        others.give_back(name)
+        turn = turns.turn(name, now)
+        if turn <= now:
+            turns.taken(name)
+            if matters:
+                others.yield_one(now)
+        return turn
 
     def _give_back(self, name: _Name) -> None:
-        turn = self._turns.pop(name, None)
-        if turn is not None:
-            heapq.heappush(self._given_back, turn)
+        self._facts_turns.give_back(name)
+        self._figures_turns.give_back(name)

@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, cast
 
 import grpc
 
@@ -15,7 +15,7 @@ from orbitkv_crds.agent_api.reports_pb2 import Ack, Report
 from orbitkv_crds.agent_api.reports_pb2_grpc import ReportsServicer, add_ReportsServicer_to_server
 from orbitkv_operator.certificates import Serving
 from orbitkv_operator.cluster.api import ApiError
-from orbitkv_operator.reports.store import INTERVAL, ReportStore
+from orbitkv_operator.reports.store import ReportStore
 from orbitkv_operator.reviews import Reviews
 
 logger = logging.getLogger(__name__)
@@ -25,7 +25,8 @@ LARGEST_REPORT: Final = 4 << 20
 
 
 class ReportServer:
-    """Serves from `start` to `close`. `show` sets the certificate, before the start and whenever there is another."""
+    """Serves from the first `show` to `close`. `show` sets the certificate, and does so again whenever there is
+    another."""
 
     def __init__(
         self,
@@ -35,8 +36,10 @@ class ReportServer:
         store: ReportStore,
         changed: Callable[[Report | None, Report], None],
     ) -> None:
-        self._lock = threading.Lock()  # guards _serving
-        self._serving: Serving | None = None
+        self._lock = threading.Lock()  # guards _next
+        self._next: Serving | None = None
+        """What the next connection is shown for the first time; None: the same as the one before."""
+        self._shown: Serving | None = None
         self._wanted_port = port
         self._service = _Service(namespace, reviews, store, changed)
         self._store = store
@@ -49,10 +52,14 @@ class ReportServer:
         Raises:
             OSError: the port cannot be had.
         """
-        with self._lock:
-            self._serving = serving
+        if serving == self._shown:
+            return
+        self._shown = serving
         if self._server is None:
             self._start(serving)
+        else:
+            with self._lock:
+                self._next = serving
 
     def close(self) -> None:
         """Stop taking reports; those on the way are answered."""
@@ -66,7 +73,9 @@ class ReportServer:
             maximum_concurrent_rpcs=1000,
         )
         add_ReportsServicer_to_server(self._service, server)
-        credentials = grpc.dynamic_ssl_server_credentials(_configuration(serving), self._current)
+        # that None means "as before" is what grpc documents, and its types do not know
+        changed = cast(Callable[[], grpc.ServerCertificateConfiguration], self._changed_certificate)
+        credentials = grpc.dynamic_ssl_server_credentials(_configuration(serving), changed)
         try:
             self.port = server.add_secure_port(f"[::]:{self._wanted_port}", credentials)
         except RuntimeError as error:
@@ -76,12 +85,12 @@ class ReportServer:
         self._store.start()
         logger.info("taking reports", extra={"port": self.port})
 
-    def _current(self) -> grpc.ServerCertificateConfiguration:
-        """Return the certificate for a new connection."""
+    def _changed_certificate(self) -> grpc.ServerCertificateConfiguration | None:
+        """Return the certificate for this connection and those to come, or None where it is the same as before:
+        reading one costs more than the rest of a connection."""
         with self._lock:
-            serving = self._serving
-        assert serving is not None  # the server starts with one
-        return _configuration(serving)
+            serving, self._next = self._next, None
+        return None if serving is None else _configuration(serving)
 
 
 def _configuration(serving: Serving) -> grpc.ServerCertificateConfiguration:
@@ -115,7 +124,11 @@ class _Service(ReportsServicer):
             logger.warning("a token could not be reviewed", extra={"error": str(error)})
             _refuse(context, grpc.StatusCode.UNAVAILABLE, "the token cannot be reviewed at present: try again")
         if user is None:
-            _refuse(context, grpc.StatusCode.UNAUTHENTICATED, f"the token is not valid for {names.REPORTS_AUDIENCE}")
+            _refuse(
+                context,
+                grpc.StatusCode.UNAUTHENTICATED,
+                f"token-audience: the token is not valid for {names.REPORTS_AUDIENCE}",
+            )
         expected = f"system:serviceaccount:{self._namespace}:{names.pool_object_name(request.pool)}"
         if user.name != expected:
             _refuse(
@@ -131,7 +144,7 @@ class _Service(ReportsServicer):
                 f"{request.node[:200]} is not taken",
             )
         self._changed(self._store.put(request), request)
-        return Ack(interval_seconds=int(INTERVAL))
+        return Ack(interval_seconds=round(self._store.interval))
 
 
 def _refuse(context: grpc.ServicerContext, code: grpc.StatusCode, words: str) -> NoReturn:

@@ -88,8 +88,15 @@ class FakeApi:
             and all((it["metadata"].get("labels") or {}).get(key) == value for key, value in demands)
         ]
 
-    def list_metadata(self, resource: Resource, namespace: str | None = None, *, labels: str = "") -> list[Manifest]:
-        return [{"metadata": it["metadata"]} for it in self.list_all(resource, namespace, labels=labels)]
+    def list_metadata(
+        self, resource: Resource, namespace: str | None = None, *, labels: str = "", fields: str = ""
+    ) -> list[Manifest]:
+        without = fields.removeprefix("status.phase!=")  # the only one that is used
+        return [
+            {"metadata": it["metadata"]}
+            for it in self.list_all(resource, namespace, labels=labels)
+            if not fields or (it.get("status") or {}).get("phase") != without
+        ]
 
     def apply(self, resource: Resource, manifest: Manifest, *, subresource: str | None = None) -> Manifest:
         metadata = manifest["metadata"]

@@ -6,8 +6,9 @@ import pytest
 
 from orbitkv_crds import names
 from orbitkv_operator.audit import Auditor, Watch
-from orbitkv_operator.cluster.api import CACHES, CONFIG_MAPS, NAMESPACES, NODES, PODS, POOLS, Manifest
+from orbitkv_operator.cluster.api import CACHES, CONFIG_MAPS, ENGINE_PODS, NAMESPACES, NODES, PODS, POOLS, Manifest
 from orbitkv_operator.engines.pods import EnginePods
+from orbitkv_operator.names import ENGINE_FIELDS, ENGINE_SELECTOR
 from orbitkv_operator.queue import Key, KeyedQueue
 from orbitkv_operator.router import Router
 from orbitkv_operator.tests.fakes import RELEASE, FakeApi, cache_body, node, pool_body
@@ -151,6 +152,17 @@ def test_childs_difference_queues_its_pool() -> None:
     del world.api.objects[CONFIG_MAPS, RELEASE, "orbitkv-main"]
     world.audit()
     assert world.queued() == {"ManagerPool main"}
+
+
+def test_engines_pod_that_has_not_begun_is_not_owed_by_its_watch() -> None:
+    world = World(Watch(ENGINE_PODS, None, ENGINE_SELECTOR, ENGINE_FIELDS))
+    metadata = {"name": "engine", "namespace": "team", "labels": {names.LABEL_CACHE: "true"}}
+    world.api.add(ENGINE_PODS, {"metadata": metadata, "status": {"phase": "Pending"}})
+    world.audit()
+    assert world.queued() == set()
+    world.api.add(ENGINE_PODS, {"metadata": metadata, "status": {"phase": "Running"}})
+    world.audit()
+    assert world.queued() == {"Pod team/engine"}
 
 
 # -------------------------------------------------------------------------------------------------------------- router

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from orbitkv_crds.agent_api.reports_pb2 import (
     VISIT_STATE_CONNECTED,
     LastHour,
     Pod,
+    PodVisit,
     Report,
     Tier,
 )
@@ -32,7 +34,7 @@ MI = 1 << 20
 class World:
     def __init__(self) -> None:
         self.api, self.view, self.pods, self.now = FakeApi(), View(), EnginePods(), 1000.0
-        self.reports = ReportStore(clock=lambda: self.now)
+        self.reports, self.reported = ReportStore(clock=lambda: self.now), 0
         self.reports.start()
         self.reconciler = CacheReconciler(
             self.view,
@@ -71,15 +73,17 @@ class World:
         found = condition_of(self.status(name), kind)
         return found["status"], found["reason"]
 
-    def report(self, node: str = "a", **part: Any) -> None:
+    def report(self, node: str = "a", visits: Sequence[PodVisit] = (), **part: Any) -> None:
         self.now += 400
+        self.reported += 1
         self.reports.put(
             Report(
                 pool="main",
                 node=node,
                 boot_id="1",
-                sequence=int(self.now),
+                sequence=self.reported,
                 cache_namespaces=[CacheReport(namespace="team", name="one", uid="uid-of-team-one", **part)],
+                pods=visits,
             )
         )
         self.now -= 400
@@ -173,11 +177,10 @@ def test_attached_pods_tell_their_engine_and_tokens(world: World) -> None:
     world.pool()
     world.cache()
     pods = [Pod(namespace="team", name="engine", sessions=2)]
-    world.report(engines=1, attached_pods=1, pods=pods)
-    (report,) = world.reports._reports.values()
-    report[1].pods.add(
+    visit = PodVisit(
         namespace="team",
         name="engine",
+        uid="uid-of-engine",
         cache_namespace="team/one",
         state=VISIT_STATE_ATTACHED,
         sessions=2,
@@ -185,9 +188,11 @@ def test_attached_pods_tell_their_engine_and_tokens(world: World) -> None:
         requested_tokens=100,
         hit_tokens=60,
     )
+    world.report(engines=1, attached_pods=1, pods=pods, visits=[visit])
     (first,) = world.status()["attached"]["first"]
     assert (first["engine"], first["requestedTokens"], first["hitTokens"]) == ("vllm 0.32.0", 100, 60)
-    report[1].pods[0].state = VISIT_STATE_CONNECTED
+    visit.state = VISIT_STATE_CONNECTED
+    world.report(engines=1, attached_pods=1, pods=pods, visits=[visit])
     after = world.status()["attached"]
     assert (after["pods"], after.get("first")) == (0, None)  # connected, and not registered yet
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,8 +11,20 @@ from orbitkv_crds import names
 from orbitkv_crds.agent_api.reports_pb2 import Report, Tier
 from orbitkv_crds.managerpool import ManagerPool
 from orbitkv_operator.builders import agents
-from orbitkv_operator.cluster.api import DAEMON_SETS, NODES, PODS, RUNTIME_CLASSES, Manifest
-from orbitkv_operator.gpu import HOST, Obstacle, Route, find_route, judge, keep_off
+from orbitkv_operator.cluster.api import (
+    CLAIM_TEMPLATES,
+    DAEMON_SETS,
+    DEVICE_CLASSES,
+    NAMESPACES,
+    NODES,
+    PODS,
+    RESOURCE_SLICES,
+    RUNTIME_CLASSES,
+    ApiError,
+    Manifest,
+)
+from orbitkv_operator.dra import Obstacle
+from orbitkv_operator.gpu import HOST, Route, find_route, judge, keep_off
 from orbitkv_operator.placement import matching
 from orbitkv_operator.tests.fakes import RELEASE, node, pool_body
 from orbitkv_operator.tests.test_pool import World
@@ -52,7 +65,7 @@ def gpu_node(name: str, offered: int | None = 2, handlers: tuple[str, ...] = (""
     ids=str,
 )
 def test_route(asked: ManagerPool, runtime_class: Manifest | None, found: Route) -> None:
-    assert find_route(asked, runtime_class, [gpu_node("a")]) == found
+    assert find_route(asked, runtime_class, [gpu_node("a")], None, RELEASE) == found
 
 
 @pytest.mark.parametrize(
@@ -62,17 +75,17 @@ def test_route(asked: ManagerPool, runtime_class: Manifest | None, found: Route)
         (pool("runtimeClassCDI", runtimeClassName="other"), None, "RuntimeClassNotFound", "no RuntimeClass other"),
         (pool("auto", "runtimeClass"), None, "RuntimeClassNotFound", "gpu.access auto"),
         (pool("runtimeClass"), {"handler": "gone"}, "HandlerNotFound", "node a does not have"),
-        (pool("dra"), NVIDIA, "AccessNotSupported", "gpu.access is dra"),
+        (pool("dra"), NVIDIA, "DRANotServed", "Kubernetes has from 1.34 on"),
     ],
     ids=str,
 )
 def test_what_is_missing_is_named(asked: ManagerPool, runtime_class: Manifest | None, reason: str, says: str) -> None:
-    found = find_route(asked, runtime_class, [gpu_node("a")])
+    found = find_route(asked, runtime_class, [gpu_node("a")], None, RELEASE)
     assert isinstance(found, Obstacle) and found.reason == reason and says in found.message
 
 
 def test_node_that_does_not_say_which_handlers_it_has_is_given_the_benefit_of_the_doubt() -> None:
-    assert isinstance(find_route(pool("runtimeClass"), NVIDIA, [gpu_node("a", handlers=())]), Route)
+    assert isinstance(find_route(pool("runtimeClass"), NVIDIA, [gpu_node("a", handlers=())], None, RELEASE), Route)
 
 
 # --------------------------------------------------------------------------------------------------- what agents see
@@ -125,6 +138,8 @@ def test_no_node_with_gpus_is_said_with_the_label() -> None:
         ("nvidia.com/gpu-driver-upgrade-state", "pod-restart-required", False),
         ("nvidia.com/gpu-driver-upgrade-state", "upgrade-done", True),
         ("nvidia.com/mig.config.state", "pending", False),
+        ("nvidia.com/mig.config.state", "rebooting", False),
+        ("nvidia.com/mig.config.state", "failed", True),
         ("nvidia.com/mig.config.state", "success", True),
     ],
 )
@@ -146,6 +161,30 @@ def test_wishes_of_the_spec_hold_as_well() -> None:
     assert matching(nodes, placement) == ["a", "b"]
     given["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"] = [{}]
     assert matching(nodes, {"affinity": keep_off(given)}) == []  # an empty term matches nothing
+
+
+@pytest.mark.parametrize(
+    ("label", "value", "after"),
+    [
+        ("nvidia.com/gpu-driver-upgrade-state", "pod-deletion-required", "upgrade-done"),
+        ("nvidia.com/gpu-driver-upgrade-state", "drain-required", "upgrade-done"),
+        ("nvidia.com/gpu-driver-upgrade-state", "pod-restart-required", "upgrade-done"),
+        ("nvidia.com/mig.config.state", "pending", "success"),
+        ("nvidia.com/mig.config.state", "rebooting", "success"),
+    ],
+)
+def test_agent_goes_for_a_change_of_driver_or_mig_and_comes_back(label: str, value: str, after: str) -> None:
+    world = World(gpu_node("a"), gpu_node("b"))
+    world.pool(gpu={"access": "defaultRuntime"})
+    world.settle()
+    stays = world.pods()["b"]
+    for state, there in ((value, {"b"}), (after, {"a", "b"})):
+        changed = gpu_node("a")
+        changed["metadata"]["labels"] |= {label: state}
+        world.api.add(NODES, changed)
+        world.settle()
+        assert set(world.pods()) == there and world.pods()["b"] == stays
+        assert world.status()["nodes"]["desired"] == len(there)
 
 
 # -------------------------------------------------------------------------------------------------------- whole pools
@@ -247,3 +286,133 @@ def test_label_that_goes_takes_the_agents_along_and_is_said(world: World) -> Non
         world.api.add(NODES, node(name))
     world.settle()
     assert world.condition("GPUAccess") == ("False", "NoGPUNodes") and not world.pods()
+
+
+# ------------------------------------------------------------------------------------------------------------- claims
+
+ADMIN = "resource.kubernetes.io/admin-access"
+
+
+def slice_of(name: str, driver: str = "gpu.nvidia.com", devices: int = 8) -> Manifest:
+    spec = {"driver": driver, "nodeName": name, "devices": [{"name": f"gpu-{number}"} for number in range(devices)]}
+    return {"metadata": {"name": f"{name}-{driver}"}, "spec": spec}
+
+
+def allow_admin(world: World, allowed: bool = True) -> None:
+    labels = {ADMIN: "true"} if allowed else {}
+    world.view.put(NAMESPACES, {"metadata": {"name": RELEASE, "uid": "u", "labels": labels}})
+
+
+@pytest.fixture
+def with_claims(world: World) -> World:
+    """A cluster that has all that claims with admin access need."""
+    world.api.add(DEVICE_CLASSES, {"metadata": {"name": "gpu.nvidia.com"}})
+    for name in "ab":
+        world.api.add(RESOURCE_SLICES, slice_of(name))
+    allow_admin(world)
+    return world
+
+
+def test_agents_claim_all_gpus_with_admin_access_and_take_none(with_claims: World) -> None:
+    world = with_claims
+    world.pool(gpu={"access": "dra"})
+    world.settle()
+    template = world.child(CLAIM_TEMPLATES)
+    (request,) = template["spec"]["spec"]["devices"]["requests"]
+    assert request["exactly"] == {"deviceClassName": "gpu.nvidia.com", "allocationMode": "All", "adminAccess": True}
+    assert template["metadata"]["ownerReferences"][0]["uid"] == "uid-of-main"
+    pod = world.child(DAEMON_SETS)["spec"]["template"]["spec"]
+    assert pod["resourceClaims"] == [{"name": "gpus", "resourceClaimTemplateName": "orbitkv-main"}]
+    assert container(world)["resources"]["claims"] == [{"name": "gpus"}]
+    assert "runtimeClassName" not in pod and "NVIDIA_VISIBLE_DEVICES" not in str(pod)
+    see(world, a=8, b=8)
+    world.step()
+    assert world.status()["gpuRoute"] == "dra" and len(world.pods()) == 2
+    world.api.writes.clear()
+    world.settle()
+    assert not world.changes()
+
+
+@pytest.mark.parametrize(
+    ("take_away", "reason", "says"),
+    [
+        (lambda world: world.api.absent.add(CLAIM_TEMPLATES), "DRANotServed", "1.34"),
+        (
+            lambda world: world.api.objects.pop((DEVICE_CLASSES, "", "gpu.nvidia.com")),
+            "DeviceClassNotFound",
+            "NVIDIA's DRA driver",
+        ),
+        (lambda world: allow_admin(world, False), "AdminAccessNotAllowed", f"{ADMIN}=true"),
+        (
+            lambda world: world.api.objects.pop((RESOURCE_SLICES, "", "b-gpu.nvidia.com")),
+            "NoDevicesPublished",
+            "no ResourceSlice of b:",
+        ),
+        (lambda world: world.api.add(RESOURCE_SLICES, slice_of("b", devices=0)), "NoDevicesPublished", "of b:"),
+    ],
+)
+def test_each_thing_that_claims_need_is_named_when_it_is_missing(
+    with_claims: World, take_away: Callable[[World], object], reason: str, says: str
+) -> None:
+    world = with_claims
+    take_away(world)
+    world.pool(gpu={"access": "dra"})
+    world.settle()
+    assert world.condition("GPUAccess") == ("False", reason) and says in world.message("GPUAccess")
+    assert world.condition("Ready") == ("False", reason)
+    assert not world.api.list_all(DAEMON_SETS) and not world.api.list_all(CLAIM_TEMPLATES)
+
+
+def test_all_that_is_missing_is_named_at_once(world: World) -> None:
+    world.pool(gpu={"access": "dra"})
+    world.settle()
+    message = world.message("GPUAccess")
+    assert world.condition("GPUAccess") == ("False", "DeviceClassNotFound")
+    assert ADMIN in message and "no ResourceSlice of a, b" in message
+
+
+def test_cluster_that_drops_admin_access_gets_no_claim(with_claims: World) -> None:
+    def drop(manifest: Manifest) -> Manifest:
+        for request in manifest["spec"]["spec"]["devices"]["requests"]:
+            del request["exactly"]["adminAccess"]
+        return manifest
+
+    world = with_claims
+    world.api.admit = drop
+    world.pool(gpu={"access": "dra"})
+    world.settle()
+    assert world.condition("GPUAccess") == ("False", "AdminAccessDropped")
+    assert not world.api.list_all(CLAIM_TEMPLATES) and not world.api.list_all(DAEMON_SETS)
+
+
+def test_claim_that_a_policy_refuses_is_said_in_its_words(with_claims: World) -> None:
+    def refuse(manifest: Manifest) -> Manifest:
+        raise ApiError(403, "admission webhook denied the request: no admin claims here")
+
+    world = with_claims
+    world.api.admit = refuse
+    world.pool(gpu={"access": "dra"})
+    world.settle()
+    assert world.condition("GPUAccess") == ("False", "ClaimRefused")
+    assert "no admin claims here" in world.message("GPUAccess")
+
+
+def test_template_goes_when_another_way_is_taken(with_claims: World) -> None:
+    world = with_claims
+    world.pool(gpu={"access": "dra"})
+    world.settle()
+    world.pool(gpu={"access": "runtimeClass"})
+    world.settle()
+    assert not world.api.list_all(CLAIM_TEMPLATES)
+    assert "resourceClaims" not in world.child(DAEMON_SETS)["spec"]["template"]["spec"]
+    assert "claims" not in container(world)["resources"]
+
+
+def test_agents_stay_when_something_that_claims_need_goes(with_claims: World) -> None:
+    world = with_claims
+    world.pool(gpu={"access": "dra"})
+    world.settle()
+    before = world.pods()
+    allow_admin(world, False)
+    world.settle()
+    assert world.condition("GPUAccess") == ("False", "AdminAccessNotAllowed") and world.pods() == before

@@ -52,6 +52,21 @@ def test_lease_is_taken_over_only_after_it_was_seen_unchanged_for_its_time() -> 
     assert two._try() and holder(api) == "two"
 
 
+def test_holder_renews_without_reading_until_somebody_else_writes() -> None:
+    api, asked = FakeApi(), list[str]()
+    one = leader(api, "one")
+    assert one._try()
+    api.before = lambda verb, resource: asked.append(verb)
+    assert one._try() and one._try()
+    assert asked == ["update", "update"]
+    lease = api.get(LEASES, RELEASE, names.OPERATOR)
+    assert lease is not None
+    api.replace(LEASES, RELEASE, lease | {"metadata": lease["metadata"] | {"labels": {"a": "b"}}})
+    asked.clear()
+    assert one._try()
+    assert asked == ["update", "get", "update"]
+
+
 def test_of_two_that_take_it_at_once_one_gets_it() -> None:
     api, clock = FakeApi(), Clock()
     one, two, gone = leader(api, "one", clock), leader(api, "two", clock), leader(api, "gone")

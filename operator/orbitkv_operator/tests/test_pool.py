@@ -58,7 +58,7 @@ class World:
         )
 
     def look(self) -> None:
-        for kind in (NODES, POOLS):
+        for kind in (NODES, POOLS, PODS):
             for name in self.view.names(kind):
                 self.view.drop(kind, name)
             for manifest in self.api.list_all(kind):
@@ -174,6 +174,20 @@ def test_edited_child_is_repaired(world: World) -> None:
     world.step()
     repaired = world.child(DAEMON_SETS)["spec"]["template"]["spec"]["containers"][0]["image"]
     assert repaired == SETTINGS.agent_image
+
+
+def test_agent_goes_only_if_no_other_has_gone_that_the_watch_has_not_shown_yet(world: World) -> None:
+    world.pool()
+    world.settle()
+    world.pool(image="registry/agent:2")
+    world.look()
+    (gone, *_) = world.api.list_all(PODS, RELEASE)
+    del world.api.objects[PODS, RELEASE, gone["metadata"]["name"]]
+    world.reconciler.reconcile("main")
+    assert not [write for write in world.api.writes if write[:2] == ("delete", "Pod")]
+    world.step()
+    world.settle()
+    assert len([write for write in world.api.writes if write[:2] == ("delete", "Pod")]) == 1
 
 
 def test_placement_changes_restart_nothing_that_stays(world: World) -> None:

@@ -15,14 +15,23 @@ import grpc
 import pytest
 
 from orbitkv_crds import names
-from orbitkv_crds.agent_api.reports_pb2 import Report
+from orbitkv_crds.agent_api.reports_pb2 import (
+    AGENT_STATE_DRAINING,
+    AGENT_STATE_SERVING,
+    AgentState,
+    PodVisit,
+    Report,
+    Tier,
+)
+from orbitkv_crds.agent_api.reports_pb2 import CacheNamespace as CacheReport
 from orbitkv_crds.agent_api.reports_pb2_grpc import ReportsStub
 from orbitkv_operator.certificates import Serving, read, renewed
-from orbitkv_operator.cluster.api import TOKEN_REVIEWS, ApiError, Manifest, Resource
+from orbitkv_operator.cluster.api import CACHES, TOKEN_REVIEWS, ApiError, Manifest, Resource
+from orbitkv_operator.operator import Operator
 from orbitkv_operator.reports.server import ReportServer
-from orbitkv_operator.reports.store import FRESH, ReportStore
+from orbitkv_operator.reports.store import A_SECOND, FRESH, INTERVAL, LONGEST_INTERVAL, ReportStore
 from orbitkv_operator.reviews import Reviews
-from orbitkv_operator.tests.fakes import RELEASE, FakeApi
+from orbitkv_operator.tests.fakes import RELEASE, SETTINGS, FakeApi, cache_body
 
 SERVER = names.reports_server_name(RELEASE)
 
@@ -210,6 +219,65 @@ def test_reports_grow_old() -> None:
     assert store.of_pool("main") == [] and store.settled
 
 
+def test_what_is_said_of_a_cache_and_its_pods_follows_the_last_report_of_each_agent() -> None:
+    now = 0.0
+    store = ReportStore(clock=lambda: now)
+
+    def say(node: str, sequence: int, *uids: str, pool: str = "main") -> None:
+        store.put(
+            Report(
+                pool=pool,
+                node=node,
+                boot_id="1",
+                sequence=sequence,
+                cache_namespaces=[CacheReport(uid=uid) for uid in uids],
+                pods=[PodVisit(uid=f"pod-{node}-{uid}", cache_namespace=f"team/{uid}", sessions=1) for uid in uids],
+            )
+        )
+
+    say("b", 1, "x", "y")
+    now = 10
+    say("a", 1, "x")
+    say("a", 1, "x", pool="other")
+    assert [node for node, _ in store.about("main", "x")] == ["a", "b"]
+    assert [(node, it.uid) for node, it in store.visits_to("main", "team/x")] == [("b", "pod-b-x")]
+    say("b", 2, "y")
+    assert [node for node, _ in store.about("main", "x")] == ["a"] and not store.visits_to("main", "team/x")
+    assert store.heard("main") and not store.heard("third")
+    now += FRESH + 1
+    assert not store.about("main", "x") and not store.visits_to("main", "team/y") and not store.heard("main")
+
+
+def test_where_agents_are_many_they_report_less_often_and_are_believed_for_longer() -> None:
+    now = 0.0
+    store = ReportStore(clock=lambda: now)
+    store.put(Report(pool="main", node="first", boot_id="1", sequence=1))
+    assert store.interval == INTERVAL
+    for number in range(900):
+        store.put(Report(pool="main", node=f"node-{number}", boot_id="1", sequence=1))
+    assert store.interval == 901 / A_SECOND
+    for number in range(5000):
+        store.put(Report(pool="main", node=f"more-{number}", boot_id="1", sequence=1))
+    assert store.interval == LONGEST_INTERVAL < FRESH / 1.2, "all have reported when a new operator trusts its sums"
+    now = 3 * INTERVAL + 1
+    assert "first" in {it.node for it in store.silent()}
+    assert store.of_node("more-4999")
+    now = 3 * LONGEST_INTERVAL + 1
+    assert not store.of_node("more-4999")
+
+
+def test_agents_that_fall_silent_are_named_once() -> None:
+    now = 0.0
+    store = ReportStore(clock=lambda: now)
+    store.put(report(1))
+    now = 10
+    store.put(Report(pool="main", node="b", boot_id="1", sequence=1))
+    assert store.silent() == []
+    now = FRESH + 1
+    assert [it.node for it in store.silent()] == ["a"] and store.silent() == []
+    assert [it.node for it in store.of_pool("main")] == ["b"]
+
+
 # -------------------------------------------------------------------------------------------------------------- reviews
 
 
@@ -238,3 +306,49 @@ def test_token_for_one_audience_is_none_for_another() -> None:
 def test_absurdly_long_token_is_not_even_asked_about() -> None:
     api = Tokens()
     assert Reviews(api).user("x" * 100_000, "one") is None and api.reviewed == []
+
+
+# ------------------------------------------------------------------------------------------- what a report makes known
+
+
+@pytest.fixture
+def acting() -> Iterator[Operator]:
+    made = Operator(SETTINGS.model_copy(update={"probes_port": 0, "metrics_port": 0}), None)
+    for name in ("one", "two"):
+        made._view.put(CACHES, cache_body(name))
+    yield made
+    for server in made._http:
+        server.close()
+
+
+def says(sequence: int, engines: int = 1, used: int = 0, state: AgentState = AGENT_STATE_SERVING) -> Report:
+    part = CacheReport(namespace="team", name="one", uid="u", engines=engines, dram=Tier(used_bytes=used))
+    return Report(pool="main", node="a", boot_id="1", sequence=sequence, state=state, cache_namespaces=[part])
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "looked_at"),
+    [
+        (None, says(1), {"ManagerPool main", "CacheNamespace team/one"}),
+        (says(1), says(2, used=1 << 30), set()),  # a figure: looked at when it may be written
+        (says(1), says(2, engines=2), set()),
+        (says(1), says(2, engines=0), {"CacheNamespace team/one"}),
+        (says(1, engines=0), says(2), {"CacheNamespace team/one"}),
+        (says(1), says(2, state=AGENT_STATE_DRAINING), {"ManagerPool main"}),
+        (says(1), Report(pool="main", node="a", boot_id="1", state=AGENT_STATE_SERVING), {"CacheNamespace team/one"}),
+    ],
+)
+def test_report_has_looked_at_what_it_changes(
+    acting: Operator, before: Report | None, after: Report, looked_at: set[str]
+) -> None:
+    acting._reported(before, after)
+    assert {str(key) for key in acting._queue._due} == looked_at
+
+
+def test_what_a_silent_agent_said_is_looked_at_again(acting: Operator) -> None:
+    now = 0.0
+    acting._store.clock = lambda: now
+    acting._store.put(says(1))
+    now = FRESH + 1
+    acting._fell_silent()
+    assert {str(key) for key in acting._queue._due} == {"ManagerPool main", "CacheNamespace team/one"}

@@ -86,6 +86,20 @@ def test_pool_does_not_wait_behind_a_thousand_caches() -> None:
     assert writer.write(POOLS, api.add(POOLS, pool_body()), status()) is None
 
 
+def test_changed_condition_does_not_wait_behind_the_figures_of_a_thousand() -> None:
+    api, now = FakeApi(), 1000.0
+    writer = StatusWriter(api, clock=lambda: now)
+    bodies = [api.add(CACHES, cache_body(f"cache-{number}") | {"status": status()}) for number in range(1000)]
+    waits = [writer.write(CACHES, body, status(used="9Gi")) for body in bodies]
+    assert (waits[-1] or 0) > 300
+    assert writer.write(CACHES, bodies[-1], status("False")) is None
+    assert (writer.write(CACHES, bodies[-2], status("False")) or 0.0) < 1
+    now += 1
+    assert writer.write(CACHES, bodies[1], status(used="9Gi")), "figures wait while a condition does"
+    assert writer.write(CACHES, bodies[-2], status("False")) is None
+    assert writer.write(CACHES, bodies[1], status(used="9Gi")) is None
+
+
 def test_status_is_not_written_to_another_object_of_the_same_name() -> None:
     api = FakeApi()
     api.add(POOLS, pool_body(uid="new"))

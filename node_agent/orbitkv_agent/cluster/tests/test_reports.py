@@ -60,6 +60,8 @@ class Operator(ReportsServicer):
         self.reports: queue.SimpleQueue[tuple[pb.Report, str]] = queue.SimpleQueue()
         self.refuse: grpc.StatusCode | None = None
         self.interval = 0
+        self.peers: set[str] = set()
+        """The ends of the connections that reports came over."""
         self.folder = folder
         self.server: grpc.Server | None = None
         self.port = 0
@@ -81,6 +83,7 @@ class Operator(ReportsServicer):
 
     def Push(self, request: pb.Report, context: grpc.ServicerContext) -> pb.Ack:
         """Take a report."""
+        self.peers.add(context.peer())
         if self.refuse is not None:
             context.abort(self.refuse, "this operator does not act now")
         self.reports.put((request, str(dict(context.invocation_metadata())["authorization"])))
@@ -189,6 +192,16 @@ def test_a_certificate_and_a_token_that_are_replaced_are_read_again(
     (tmp_path / "token").write_text("a-newer-one")
     operator.start()
     assert next_report(reporting, operator)[1] == "Bearer a-newer-one"
+
+
+def test_one_connection_serves_until_it_breaks(reporting: ClusterWorld, operator: Operator) -> None:
+    for _ in range(3):
+        next_report(reporting, operator)
+    assert len(operator.peers) == 1
+    operator.stop()
+    operator.start()
+    next_report(reporting, operator)
+    assert len(operator.peers) == 2
 
 
 def test_a_server_of_another_name_is_told_nothing(reporting: ClusterWorld, operator: Operator, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import ctypes
 import errno
 import logging
 import mmap
+import resource
 import time
 from collections.abc import Callable
 from typing import Final
@@ -25,9 +26,13 @@ class PinnedArenas:
     Args:
         driver: the CUDA driver.
         context: returns a context of any GPU, 0 while there is none.
+
+    Attributes:
+        problem: why the last arena could not be pinned, for people; "" when it was.
     """
 
     def __init__(self, driver: Driver, context: Callable[[], int]) -> None:
+        self.problem = ""
         self._driver = driver
         self._context = context
         self._mappings: dict[int, mmap.mmap] = {}
@@ -49,9 +54,11 @@ class PinnedArenas:
             self._driver.pin(address, arena.size)
         except CudaError as error:
             mapping.close()
-            logger.error("memory for pages could not be pinned: %s", error)
+            self.problem = f"memory for pages could not be pinned: {error} ({_may_lock()})"
+            logger.error("%s", self.problem)
             raise OSError(errno.ENOMEM, str(error)) from None
         took = time.monotonic() - started
+        self.problem = ""
         arena.address = address
         self._mappings[arena.id] = mapping
         # While memory is pinned, other CUDA programs may wait for the driver: they get as much time as this took.
@@ -66,3 +73,11 @@ class PinnedArenas:
         self._driver.unpin(arena.address)
         arena.address = 0
         mapping.close()
+
+
+def _may_lock() -> str:
+    """How much memory this process may lock, and where that is set."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if limit == resource.RLIM_INFINITY:
+        return "its limit for locked memory, memlock, is unlimited"
+    return f"its limit for locked memory, memlock, is {limit >> 10} KiB: a container has that of its runtime's service"

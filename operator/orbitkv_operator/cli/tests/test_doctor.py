@@ -22,6 +22,7 @@ from orbitkv_operator.cli.main import OK, PROBLEMS, USAGE, main, run_doctor
 from orbitkv_operator.cluster.api import (
     CACHES,
     CRDS,
+    DAEMON_SETS,
     DEPLOYMENTS,
     LEASES,
     NAMESPACES,
@@ -132,6 +133,21 @@ def test_healthy_cluster_has_nothing_wrong(world: World, capsys: pytest.CaptureF
     assert not [write for write in world.api.writes if write[0] != "create"]
 
 
+def by_csi(world: World, nodes: int | None = None, ready: int = 0) -> None:
+    """Pods get the agent's folder by the driver, which is to run on so many nodes; None: it is not there."""
+    variable = {"name": "ORBITKV_WEBHOOK_SOCKET_VOLUME", "value": "csi"}
+    world.add(DEPLOYMENTS, deployment(names.WEBHOOK, "webhook", env=[variable]))
+    if nodes is not None:
+        status = {"desiredNumberScheduled": nodes, "numberReady": ready}
+        world.add(DAEMON_SETS, {"metadata": {"name": names.CSI, "namespace": RELEASE}, "spec": {}, "status": status})
+
+
+def test_driver_that_is_on_all_its_nodes_is_fine(world: World) -> None:
+    by_csi(world, 3, ready=3)
+    assert world.wrong() == []
+    assert any(it.about == "CSI driver" and "all 3" in it.message for it in world.examine())
+
+
 Change = Callable[[World], None]
 
 
@@ -210,6 +226,9 @@ def _pull_secret(world: World) -> None:
             "logs",
         ),
         (_silent, "Webhook", "does not answer", "10250"),
+        (by_csi, "CSI driver", "cannot start", "helm upgrade"),
+        (lambda w: by_csi(w, 3, 1), "CSI driver", "ready on 1 of 3 nodes", "describe pods"),
+        (lambda w: by_csi(w, 0), "CSI driver", "is for no node", "nodeSelector"),
         (lambda w: w.drop(POOLS, "main"), "ManagerPools", "There is none", "kubectl apply"),
         (
             lambda w: w.pool(
@@ -277,7 +296,7 @@ def test_each_fault_is_named_with_its_fix(world: World, change: Change, about: s
         ({}, "No node has the label nvidia.com/gpu.present"),
         ({"access": "runtimeClass"}, "There is no RuntimeClass nvidia"),
         ({"access": "runtimeClassCDI", "runtimeClassName": "other"}, "There is no RuntimeClass other"),
-        ({"access": "dra"}, "AccessNotSupported"),
+        ({"access": "dra"}, "There is no DeviceClass gpu.nvidia.com"),
     ],
 )
 def test_what_gpus_need_is_looked_for(world: World, gpu: Manifest, words: str) -> None:
@@ -356,3 +375,42 @@ def test_no_cluster_is_told_in_one_line(
     broken.write_text(base64.b64encode(b"nothing").decode())
     assert main(["doctor", "--kubeconfig", str(broken)]) == USAGE
     assert "no cluster can be reached" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------------------ nodes' memory
+
+
+def sized(name: str, **allocatable: str) -> Manifest:
+    made = node(name)
+    made["status"]["allocatable"] = {key.replace("_", "-"): value for key, value in allocatable.items()}
+    return made
+
+
+def test_nodes_that_are_too_small_for_the_pool_are_named(world: World) -> None:
+    world.pool(ready(), memory={"pool": "64Gi"})
+    world.add(NODES, sized("large", memory="128Gi"))
+    assert not world.wrong()
+    world.add(NODES, sized("small", memory="64Gi"))
+    (found,) = world.wrong()
+    assert found.about == "ManagerPool main" and "small (64Gi)" in found.message and "large" not in found.message
+    assert "memory.pool" in found.fix
+
+
+def test_nodes_outside_of_the_pool_may_be_small(world: World) -> None:
+    world.pool(ready(), memory={"pool": "64Gi"}, nodeSelector={"zone": "a"})
+    world.add(NODES, sized("small", memory="1Gi"))
+    assert not world.wrong()
+
+
+def test_memory_that_is_set_aside_as_hugepages_is_said(world: World) -> None:
+    world.add(NODES, sized("a", memory="128Gi", hugepages_1Gi="32Gi", hugepages_2Mi="0"))
+    world.add(NODES, sized("b", memory="128Gi", hugepages_1Gi="0", hugepages_2Mi="0"))
+    (found,) = [it for it in world.examine() if "hugepages" in it.message]
+    assert found.level is Level.INFO and "a (32Gi)" in found.message and "b (" not in found.message
+
+
+def test_agent_that_cannot_pin_its_memory_is_shown_with_the_limit_that_it_has(world: World) -> None:
+    words = "memory for pages could not be pinned: out of memory (its limit for locked memory, memlock, is 64 KiB)"
+    world.pool(ready(), unhealthy=[{"name": "a", "reason": "MemoryNotPinned", "message": words}])
+    (found,) = world.wrong()
+    assert "MemoryNotPinned" in found.message and "memlock, is 64 KiB" in found.message

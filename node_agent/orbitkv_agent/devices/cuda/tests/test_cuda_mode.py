@@ -354,6 +354,7 @@ def test_memory_that_cannot_be_pinned_keeps_nothing_and_is_tried_again(
         worker.post(ChallengeMet(challenge.challenge))
         world.until(lambda: world.agent.cache.arenas.failures)
         assert "could not be pinned" in caplog.text
+        assert "memlock" in world.agent.memory_problem
         assert not gpu.pinned and not any(arena.ready for arena in world.agent.cache.arenas)
 
 
