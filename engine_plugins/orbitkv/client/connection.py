@@ -59,6 +59,8 @@ class Connection:
         OrbitKVError: UNAVAILABLE, no agent listens there; DENIED, somebody else's process does.
     """
 
+    _crowded_until = 0.0  # of the performance counter; one for all, because they share the processors
+
     def __init__(
         self, path: str, *, server_uid: int | None, timeout_ms: int, on_late_reply: Callable[[Reply], None]
     ) -> None:
@@ -70,7 +72,6 @@ class Connection:
         self._received = memoryview(bytearray(_RECEIVE_BYTES))  # what came last; nothing stays in it
         self._receive_timeout_us = -1
         self._soon = False  # the last reply came so soon that looking for the next one beats sleeping
-        self._crowded_until = 0.0  # of the performance counter
         self._outbox = bytearray()
         # Invariant: bytes of frames reach the socket in the order of the outbox, and an outbox that is not empty starts
         # with what the kernel did not take. Held across non-blocking sends only.
@@ -263,7 +264,7 @@ class Connection:
                 data = self._receive_busily(start + min(left_s, _BUSY_POLL_S))
                 now = time.perf_counter()
                 if now - start > _HELD_UP_S:
-                    self._crowded_until = now + _CROWDED_S
+                    Connection._crowded_until = now + _CROWDED_S
             if data is None:
                 data = self._receive_asleep(left_s, descriptors)
         except BlockingIOError:

@@ -385,6 +385,7 @@ def test_calls_look_for_replies_without_sleeping_only_while_nobody_else_wants_th
         return look(connection, end)
 
     monkeypatch.setattr(Connection, "_receive_busily", counted)
+    monkeypatch.setattr(Connection, "_crowded_until", 0.0)
     monkeypatch.setattr(connection_module, "_BUSY_POLL_S", 5.0)  # every reply here comes that soon
     monkeypatch.setattr(connection_module, "_HELD_UP_S", 0.0 if held_up else 5.0)
     monkeypatch.setattr(connection_module, "_CROWDED_S", 60.0)

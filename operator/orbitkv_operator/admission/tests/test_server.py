@@ -6,6 +6,7 @@ import http.client
 import json
 import socket
 import ssl
+import threading
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -150,16 +151,26 @@ def test_port_that_is_taken_is_named(serving: Serving, metrics: WebhookMetrics) 
         found.close()
 
 
-def test_what_is_being_answered_at_the_end_is_answered(serving: Serving, metrics: WebhookMetrics) -> None:
-    found = AdmissionServer(0, reviewer(), metrics)
+def test_what_is_being_answered_at_the_end_is_answered(
+    serving: Serving, metrics: WebhookMetrics, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answering, release = threading.Event(), threading.Event()
+
+    class World(FakeWorld):
+        """Knows the namespace once the end has begun."""
+
+        def namespace_labels(self, name: str) -> Mapping[str, str] | None:
+            answering.set()
+            return {} if release.is_set() else None
+
+    monkeypatch.setattr(module, "NAMESPACE_SECONDS", 20.0)
+    found = AdmissionServer(0, reviewer(World()), metrics)
     found.show(serving)
     connection = connect(found, serving)
-    body = review(asking())
-    connection.putrequest("POST", PATH)
-    connection.putheader("Content-Length", str(len(body)))
-    connection.endheaders(body[:-1])
+    connection.request("POST", PATH, review(asking()))
+    assert answering.wait(10)
     closing: Any = found._call(found._runner.cleanup())  # type: ignore[union-attr]
-    connection.send(body[-1:])
+    release.set()
     assert connection.getresponse().status == 200
     closing.result(10)
     found.close()
