@@ -2,8 +2,8 @@
 
     python -c PROGRAM ACTION OPTIONS-AS-JSON
 
-Speaks the protocol by hand where the client would not do it. Prints one JSON object a line. This file's text is the
-PROGRAM; it needs nothing but OrbitKV's client.
+Speaks the protocol by hand where the client would not do it. Prints one JSON object a line, and at the end when the
+action began and ended (seconds since 1970). This file's text is the PROGRAM; it needs nothing but OrbitKV's client.
 """
 
 import json
@@ -37,6 +37,7 @@ from orbitkv.protocol.messages import (
     LayerRegion,
     Loading,
     MapArenas,
+    Ping,
     PollQuery,
     ProofReport,
     Query,
@@ -280,6 +281,26 @@ def _hurried_hello(cache: str) -> str:
         connection.close()
 
 
+def burst(options: dict[str, Any]) -> None:
+    """Sends thousands of small requests in one piece, again and again for some seconds; says how many were answered."""
+    it = Attacker(options["cache"], options["identity"])
+    raw = it.connection._socket
+    raw.setblocking(True)
+    raw.settimeout(10)
+    request = bytes(encode(Ping(), 1))
+    raw.sendall(request)
+    answer = len(raw.recv(1 << 16))
+    answered = 0
+    end = time.monotonic() + options["seconds"]
+    while time.monotonic() < end:
+        raw.sendall(request * 5000)
+        left = 5000 * answer
+        while left:
+            left -= len(raw.recv(left))
+        answered += 5000
+    say(answered=answered)
+
+
 def deaf(options: dict[str, Any]) -> None:
     """Asks and never reads, again and again for some seconds; says how often, and how often the agent ended that."""
     end = time.monotonic() + options["seconds"]
@@ -350,8 +371,10 @@ def keep(options: dict[str, Any]) -> None:
     time.sleep(3600)
 
 
-ACTIONS = {each.__name__: each for each in (tokens, guesses, frames, flood, deaf, times, keep)}
+ACTIONS = {each.__name__: each for each in (tokens, guesses, frames, flood, burst, deaf, times, keep)}
 
 
 if __name__ == "__main__":
+    started = time.time()
     ACTIONS[sys.argv[1]](json.loads(sys.argv[2]))
+    say(attack=[started, time.time()])
