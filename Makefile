@@ -38,8 +38,9 @@ test: setup ## run the tests; ONLY=node_agent (protocol, client, vllm, guards, .
 bench: setup ## measure; NAME=query for one bench, JSON=1 for one JSON object as the last line
 	@$(python) -m bench $(if $(NAME),'$(NAME)') $(if $(JSON),--json)
 
-demo: setup ## a real engine with OrbitKV, start to end; ENGINE=vllm, JSON=1 for one JSON object as the last line
-	@ORBITKV_ENGINE_PYTHON=$$($(python) -m tools.engine_env | tail -1) && export ORBITKV_ENGINE_PYTHON && \
+demo: setup ## a real engine with OrbitKV, start to end, on a GPU if there is one; ENGINE=vllm, JSON=1 for one JSON object as the last line
+	@ORBITKV_TEST_DEVICE=$$($(python) -m tools.engine_env --print-device) && export ORBITKV_TEST_DEVICE && \
+	ORBITKV_ENGINE_PYTHON=$$($(python) -m tools.engine_env | tail -1) && export ORBITKV_ENGINE_PYTHON && \
 	$(python) -m tools.demo $(if $(ENGINE),--engine '$(ENGINE)') $(if $(JSON),--json)
 
 demo-k8s: setup ## the same on a real Kubernetes of this machine, by one annotation (needs root); ENGINE=vllm, JSON=1

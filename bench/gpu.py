@@ -18,14 +18,13 @@ from typing import Any, Final
 import numpy as np
 
 from bench.figures import Figure, machine, percentile, say
-from orbitkv import RestoreStatus, SaveStatus
+from orbitkv import QueryReady, RestoreStatus, SaveStatus
 from tools.harness.agent import AgentProcess
 from tools.harness.memory_engine import numbered_hashes, temporary_agent
 
 RESULTS: Final = Path(__file__).parent / "results" / "gpu.json"
 ROUNDS: Final = 5
 PAGES: Final = 2048
-POLL_S: Final = 20e-6
 LARGE: Final = 1 << 30
 """Bytes of the one large copy that is the limit."""
 
@@ -39,13 +38,22 @@ def why_not() -> str:
     return "" if torch.cuda.is_available() else "there is no GPU here"
 
 
+def gpus() -> int:
+    """GPUs of this machine."""
+    import torch
+
+    return int(torch.cuda.device_count())
+
+
 class Limit:
-    """What one large copy reaches: the same bytes, pinned memory, one call."""
+    """What one large copy reaches: the same bytes, pinned memory, one call. For the GPU that is current when it is
+    made."""
 
     def __init__(self) -> None:
         import torch
 
         self._torch = torch
+        self._device = torch.cuda.current_device()
         self._host = [torch.empty(LARGE, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
         self._gpu = [torch.empty(LARGE, dtype=torch.uint8, device="cuda") for _ in range(2)]
         self._streams = [torch.cuda.Stream() for _ in range(2)]
@@ -69,6 +77,15 @@ class Limit:
 
         return self._timed(copies, 2 * LARGE)
 
+    def start_restore(self) -> None:
+        """Copy to the GPU; `wait` tells the end."""
+        with self._torch.cuda.device(self._device):
+            self._gpu[0].copy_(self._host[0], non_blocking=True)
+
+    def wait(self) -> None:
+        """Wait for all copies of this GPU."""
+        self._torch.cuda.synchronize(self._device)
+
     def _timed(self, copy: Callable[[], Any], size: int) -> float:
         self._torch.cuda.synchronize()
         start = time.perf_counter()
@@ -88,6 +105,7 @@ class Bench:
         self.bytes = pages * self.engine.shape.page_bytes
         self._random = np.random.default_rng(1)
         self._saved = 0
+        self._asked = 0
         self.dropped = 0
         self.hashes = self.fresh()
         self.engine.save(self.hashes, self.blocks())
@@ -127,6 +145,19 @@ class Bench:
     def restore(self) -> float:
         """GB/s of a restore."""
         return self.bytes / self.end_restore(*self.start_restore()) / 1e9
+
+    def ask(self) -> float:
+        """Ask for 64 pages, and give them back; seconds until the answer."""
+        self._asked += 1
+        start = time.perf_counter()
+        answer = self.engine.client.query_prefetch(
+            f"ask-{self._asked}", [self.hashes[:64]], instance=self.engine.instance
+        )
+        seconds = time.perf_counter() - start
+        if not isinstance(answer, QueryReady):
+            raise RuntimeError(f"pages that are there were not found: {answer}")
+        self.engine.client.release(answer)
+        return seconds
 
     def save(self) -> float:
         """GB/s of a save of pages that are new, until the engine's blocks are free."""
@@ -220,8 +251,8 @@ def whole_pages(agent: AgentProcess, limit: Limit, report: Report) -> None:
 
 
 def eight_pages(bench: Bench, limit: Limit, report: Report) -> None:
-    """8 pages on an idle GPU: from the call until the status says so, asked for as an engine's loop would, and waited
-    for in the kernel."""
+    """8 pages on an idle GPU: from the call until the status says so, which is asked without a pause, and waited for in
+    the kernel."""
     client, small = bench.engine.client, bench.hashes[:8]
     polled: list[float] = []
     waited: list[float] = []
@@ -234,7 +265,7 @@ def eight_pages(bench: Bench, limit: Limit, report: Report) -> None:
             client.wait_restore(handle, timeout=60)
         else:
             while not client.poll_restore(handle).final:
-                time.sleep(POLL_S)
+                os.sched_yield()  # the client's own thread needs the interpreter too
         seconds = time.perf_counter() - start
         if client.wait_restore(handle, timeout=60) is not RestoreStatus.DONE:
             raise RuntimeError(f"a restore failed: {handle.error}")
@@ -290,6 +321,45 @@ def small_pieces(agent: AgentProcess, limit: Limit, report: Report) -> None:
         bench.close()
 
 
+def two_gpus(agent: AgentProcess, report: Report) -> None:
+    """A restore to each of two GPUs at once, and what queries cost meanwhile."""
+    import torch
+
+    limits: list[Limit] = []
+    benches: list[Bench] = []
+    for number in range(2):
+        with torch.cuda.device(number):
+            limits.append(Limit())
+            benches.append(Bench(agent, PAGES))
+    queries: list[float] = []
+
+    def large() -> float:
+        start = time.perf_counter()
+        for limit in limits:
+            limit.start_restore()
+        for limit in limits:
+            limit.wait()
+        return 2 * LARGE / (time.perf_counter() - start) / 1e9
+
+    def restores() -> float:
+        leases = [bench.engine.lease(bench.hashes)[1] for bench in benches]
+        start = time.perf_counter()
+        handles = [
+            bench.engine.client.start_restore(bench.engine.registration, lease, [bench.blocks()])
+            for bench, lease in zip(benches, leases, strict=True)
+        ]
+        while not all(handle.status.final for handle in handles):
+            queries.append(benches[0].ask())
+        seconds = max(bench.end_restore(start, handle) for bench, handle in zip(benches, handles, strict=True))
+        return sum(bench.bytes for bench in benches) / seconds / 1e9
+
+    values = alternate(ROUNDS, restores, large)
+    report.ratio("two_gpu_ratio", values[0], values[1], 0.95, "to two GPUs at once")
+    report.add("two_gpu_query_p99_ms", percentile(queries, 99) * 1e3, "ms of 64 pages meanwhile", bound=2)
+    for bench in benches:
+        bench.close()
+
+
 def run() -> list[Figure]:
     """See the module.
 
@@ -303,26 +373,28 @@ def run() -> list[Figure]:
         whole_pages(agent, limit, report)
         small_behind_large(agent, report)
         small_pieces(agent, limit, report)
+        if gpus() > 1:
+            two_gpus(agent, report)
         context = sum(agent.status()["transfer"]["gpu_context_bytes"].values())
-        report.add("gpu_context_mib", context / 2**20, "MiB", bound=600)
+        report.add("gpu_context_mib", context / 2**20 / min(gpus(), 2), "MiB of a GPU", bound=600)
     keep(report.figures)
     return report.figures
 
 
-def keep(figures: list[Figure]) -> None:
-    """Write the figures down with the machine, the date and the commit."""
+def keep(figures: list[Figure], bench: str = "gpu", results: Path = RESULTS) -> None:
+    """Write the figures of a bench down with the machine, the date and the commit."""
     import torch
 
     described = {
-        "bench": "gpu",
+        "bench": bench,
         "machine": f"{torch.cuda.get_device_name()}, {machine()}",
         "date": time.strftime("%Y-%m-%d"),
         "commit": os.environ.get("ORBITKV_COMMIT") or _commit(),
         "figures": [figure.as_json() for figure in figures],
     }
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps(described) + "\n")
-    say(f"  kept in {RESULTS}")
+    results.parent.mkdir(exist_ok=True)
+    results.write_text(json.dumps(described) + "\n")
+    say(f"  kept in {results}")
 
 
 def _commit() -> str:

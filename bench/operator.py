@@ -81,7 +81,7 @@ class _Bench:
     def run(self) -> list[Figure]:
         """All steps, in order."""
         self.say(f"{NODES} nodes")
-        on.make_nodes(self.kubectl, self.nodes)
+        on.make_nodes(self.kubectl, self.api, self.nodes)
         found = self.agents_created()
         self.say(f"{NODES} CacheNamespaces")
         self.make_caches()
@@ -310,7 +310,7 @@ class _Bench:
         before = on.usage(self.cluster, self.installation)
         self.kubectl.run("delete", "node", *gone, "--wait=false", timeout=on.LIMIT)
         fleet.stop(gone)
-        on.make_nodes(self.kubectl, come)
+        on.make_nodes(self.kubectl, self.api, come)
         child = names.pool_object_name(POOL)
         on.until_daemon_set(self.api, self.namespace, child, "desiredNumberScheduled", NODES)
         on.until_daemon_set(self.api, self.namespace, child, "numberReady", NODES)

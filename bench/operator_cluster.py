@@ -22,7 +22,8 @@ from bench.figures import say
 from e2e.cluster.cluster import Cluster
 from e2e.support.installation import Installation, fake_node_object
 from e2e.support.kubectl import Kubectl
-from orbitkv_operator.cluster.api import CACHES, DAEMON_SETS, Api, Manifest
+from orbitkv_operator.cluster.api import CACHES, DAEMON_SETS, NODES, Api, Manifest
+from orbitkv_operator.health import is_down
 
 LABEL: Final = "orbitkv-bench"
 """On every node of the bench: "node"."""
@@ -31,6 +32,7 @@ LIMIT: Final = 900.0
 GRACE_SECONDS: Final = 300
 LEASE_SECONDS: Final = 200
 """Two cores do not renew a thousand Leases in the time after which a node of the tests' cluster counts as lost."""
+STAGES: Final = Path(__file__).with_name("kwok_nodes.yaml")
 TICKS: Final = os.sysconf("SC_CLK_TCK")
 IMAGES: Final = 50
 """Images that a node lists: most of a real Node's bytes."""
@@ -53,7 +55,7 @@ def node_object(name: str) -> Manifest:
 def fake_nodes(cluster: Cluster) -> Iterator[None]:
     """Have KWOK play nodes, and nodes be given more time than in tests."""
     cluster.set_node_grace(GRACE_SECONDS)
-    cluster.start_kwok(LEASE_SECONDS)
+    cluster.start_kwok(LEASE_SECONDS, STAGES)
     try:
         yield
     finally:
@@ -63,14 +65,18 @@ def fake_nodes(cluster: Cluster) -> Iterator[None]:
         cluster.set_node_grace()
 
 
-def make_nodes(kubectl: Kubectl, names: Sequence[str]) -> None:
-    """Make nodes and wait until all are ready."""
+def make_nodes(kubectl: Kubectl, api: Api, names: Sequence[str]) -> None:
+    """Make nodes and wait until all are ready. (`kubectl wait` asks for one after the other, which takes minutes.)"""
     items = [node_object(name) for name in names]
     listed = json.dumps({"apiVersion": "v1", "kind": "List", "items": items})
     kubectl.run("apply", "--server-side", "-f", "-", stdin=listed, timeout=LIMIT)
-    kubectl.run(
-        *("wait", "node", f"--selector={LABEL}=node", "--for=condition=Ready", f"--timeout={LIMIT:.0f}s"), timeout=LIMIT
-    )
+
+    def missing() -> str:
+        nodes = {it["metadata"]["name"]: it for it in api.list_all(NODES, labels=f"{LABEL}=node")}
+        unready = [name for name in names if name not in nodes or is_down(nodes[name])]
+        return f"{len(unready)} nodes are not ready" if unready else ""
+
+    wait(missing, "all nodes to be ready", interval=3)
 
 
 def wait(holds: Callable[[], str], what: str, limit: float = LIMIT, interval: float = 0.5) -> float:

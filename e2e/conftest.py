@@ -14,7 +14,7 @@ import pytest
 
 from e2e.cluster.cluster import FIRST, Cluster
 from e2e.support import diagnostics
-from e2e.support.installation import Installation, Installations, remove_everything
+from e2e.support.installation import SMALL, Installation, Installations, remove_everything
 from e2e.support.kubectl import Kubectl
 from e2e.support.target import Target, connect, foreign_kubeconfig
 from images import build
@@ -70,7 +70,7 @@ def installations(target: Target, images: list[str]) -> Iterator[Installations]:
 @pytest.fixture(scope="module")
 def installation(installations: Installations, request: pytest.FixtureRequest) -> Iterator[Installation]:
     """OrbitKV, installed; the pools and namespaces that the tests of a module make are removed after them."""
-    there = installations.get(getattr(request.module, "HELM_VALUES", {})).part()
+    there = installations.get(getattr(request.module, "HELM_VALUES", SMALL)).part()
     yield there
     there.clean_up()
 

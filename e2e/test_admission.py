@@ -126,8 +126,7 @@ def test_annotated_workload_attaches_with_all_of_it_applied_at_once(
     kubectl.apply(quota)
     pool = unique("pool")
     engine = deployment("engine", namespace, "chat", strict(engine_image, "main", nodeName=NODE))
-    kubectl.apply(engine, cache_object("chat", namespace, pool))
-    clean.make_pool(pool, ready=0)
+    clean.make_pool(pool, ready=0, after=(engine, cache_object("chat", namespace, pool)))
 
     pod = running(kubectl, namespace, "app=engine")
     stamp = stamps.read_injected(pod["metadata"]["annotations"])
@@ -194,6 +193,13 @@ def test_payload_that_no_node_can_pull_stops_injection_and_nothing_else(
             return note.reason if note else ""
 
         kubectl.until(lambda: reason() == "payload-pull-failing", "the payload to be found missing", timeout=60)
+        metadata: Object = {"name": "skipped", "namespace": namespace, "labels": {"app": "skipped"}}
+        metadata["annotations"] = {names.ANNOTATION_CACHE_NAMESPACE: "chat"}
+        spec = strict(engine_image, "main", nodeName=NODE)
+        kubectl.apply({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec})
+        assert running(kubectl, namespace, "app=skipped")
+        described = kubectl.run("describe", "pod", "skipped", f"--namespace={namespace}")
+        assert stamps.ANNOTATION_SKIP_REASON in described and "payload-pull-failing: " in described
         agents = {pod["metadata"]["uid"] for pod in clean.agents(pool).values()}
     kubectl.until(lambda: reason() == "", "pods to be injected again", timeout=60)
 

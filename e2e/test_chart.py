@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from e2e.chart.earlier import earlier_chart
 from e2e.support.engines import EnginePod, make_engine_pod
-from e2e.support.installation import OWN_NAMESPACE, Installation, unique
+from e2e.support.installation import HASTY, OWN_NAMESPACE, Installation, unique
 from e2e.support.kubectl import Kubectl, KubectlError, Object, condition, has_condition
 from e2e.support.target import Target
 from orbitkv_operator import certificates
@@ -208,7 +208,7 @@ def test_removal_leaves_empty_folders_on_the_nodes(life: Life) -> None:
 def again(bare: Target, life: Life, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installation]:
     """An earlier OrbitKV, installed under another release name: it takes over the definitions that were left."""
     chart = earlier_chart(tmp_path_factory.mktemp("earlier"))
-    bare.helm[3].install(RELEASE, OWN_NAMESPACE, None, "--take-ownership", chart=chart)
+    bare.helm[3].install(RELEASE, OWN_NAMESPACE, {"operator": {"env": HASTY}}, "--take-ownership", chart=chart)
     there = Installation(bare, OWN_NAMESPACE)
     yield there
     there.clean_up()
@@ -446,7 +446,7 @@ def test_sessions_outlive_upgrades_and_rollbacks(
 
     for step, version in enumerate((3, 4)):
         helm = again.target.helm[version]
-        helm.install(RELEASE, OWN_NAMESPACE, {"operator": {"logLevel": "debug"}})
+        helm.install(RELEASE, OWN_NAMESPACE, {"operator": {"logLevel": "debug", "env": HASTY}})
         upgraded = change("the new operator to see the new field", saveDecode=False)
         assert upgraded["spec"]["saveDecode"] is False
         helm.run("rollback", RELEASE, "1", f"--namespace={OWN_NAMESPACE}", "--wait", "--timeout=120s")

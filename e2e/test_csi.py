@@ -29,11 +29,11 @@ WEBHOOKS = "app.kubernetes.io/name=orbitkv,app.kubernetes.io/component=webhook"
 @contextmanager
 def by_csi(target: Target, installation: Installation) -> Iterator[None]:
     """While engines' pods get the agent's socket by the driver."""
-    change(target, installation, "csi", "webhook.replicas=1")
+    change(target, installation, "csi")
     try:
         yield
     finally:
-        change(target, installation, "hostPath", "injection.csi.enabled=false", "webhook.replicas=2")
+        change(target, installation, "hostPath", "injection.csi.enabled=false")
 
 
 def change(target: Target, installation: Installation, kind: str, *values: str, wait: bool = True) -> None:
@@ -84,7 +84,8 @@ def mounts(node: Node, pod: Object) -> list[str]:
 def test_engines_in_a_restricted_namespace_attach_through_the_driver(
     target: Target, kubectl: Kubectl, clean: Installation, images: list[str]
 ) -> None:
-    """Also those that come while the driver is replaced; and when all goes back to hostPath, nothing stays mounted."""
+    """Also those that come while the driver is replaced and the kubelet starts anew, which leave mounts as they are;
+    and when all goes back to hostPath, nothing stays mounted."""
     if target.own is None:
         pytest.skip("looks at nodes, so it runs on the project's own cluster only: unset KUBECONFIG")
     node = target.own.nodes[NODE]
@@ -101,8 +102,11 @@ def test_engines_in_a_restricted_namespace_attach_through_the_driver(
         assert stamp is not None and stamp.namespace == f"{namespace}/chat"
         before = EnginePod(kubectl, first["metadata"]["name"], namespace)
         assert before.run("save", cache=stamp.namespace, count=10, patience=60)["kept"] == 10
-        assert mounts(node, first) and all("ro" in line.split()[3].split(",") for line in mounts(node, first))
+        mounted = mounts(node, first)
+        assert mounted and all("ro" in line.split()[3].split(",") for line in mounted)
 
+        node.processes.stop("kubelet")
+        node.processes.restart("kubelet")
         drivers = {pod["spec"]["nodeName"]: pod for pod in kubectl.list_all("pods", clean.namespace, DRIVERS)}
         kubectl.delete("pod", drivers[NODE]["metadata"]["name"], clean.namespace, wait=0)
         kubectl.run("scale", "deployment", "engine", "--replicas=2", f"--namespace={namespace}")
@@ -111,8 +115,11 @@ def test_engines_in_a_restricted_namespace_attach_through_the_driver(
         after = EnginePod(kubectl, second["metadata"]["name"], namespace)
         for engine in (before, after):
             assert engine.run("find", cache=stamp.namespace, count=10, patience=60)["hits"] == 10
+        assert mounts(node, first) == mounted
+        still = kubectl.get("pod", before.name, namespace)
+        assert still is not None and [each["restartCount"] for each in still["status"]["containerStatuses"]] == [0]
 
-        change(target, clean, "hostPath", "injection.csi.enabled=true", "webhook.replicas=2", wait=False)
+        change(target, clean, "hostPath", "injection.csi.enabled=true", wait=False)
         kubectl.delete("deployment", "engine", namespace)
         kubectl.until(lambda: not any(mounts(node, pod) for pod in both), "the volumes to be unmounted")
         assert node.host_path(names.SOCKET_PATH).is_socket()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -16,13 +17,59 @@ UPGRADE = "nvidia.com/gpu-driver-upgrade-state"
 MIG = "nvidia.com/mig.config.state"
 ALL = "all"
 BY_CDI = "management.nvidia.com/gpu=all"
+DRA = "resource.k8s.io/v1"
+DRIVER = "gpu.nvidia.com"
+SLICE = "orbitkv-test-gpus"
+ADMIN = "resource.kubernetes.io/admin-access"
 SECONDS = 60
 """What is missing has to be named within this time."""
 
 
 def offer(kubectl: Kubectl, node: str, count: int | None) -> None:
-    """Lets a node offer so many GPUs, as a device plugin would."""
-    kubectl.patch("node", node, {"status": {"capacity": {"nvidia.com/gpu": count}}}, subresource="status")
+    """Lets a node offer so many GPUs, as a device plugin would; the kubelet itself would take ten seconds to say so."""
+    offered = {"nvidia.com/gpu": count}
+    kubectl.patch("node", node, {"status": {"capacity": offered, "allocatable": offered}}, subresource="status")
+
+
+def device_class() -> Object:
+    expression = f'device.driver == "{DRIVER}"'
+    spec = {"selectors": [{"cel": {"expression": expression}}]}
+    return {"apiVersion": DRA, "kind": "DeviceClass", "metadata": {"name": DRIVER}, "spec": spec}
+
+
+def published(node: str, count: int) -> Object:
+    """What NVIDIA's driver publishes of a node's GPUs."""
+    spec = {
+        "driver": DRIVER,
+        "nodeName": node,
+        "pool": {"name": node, "generation": 1, "resourceSliceCount": 1},
+        "devices": [{"name": f"gpu-{number}"} for number in range(count)],
+    }
+    return {"apiVersion": DRA, "kind": "ResourceSlice", "metadata": {"name": SLICE}, "spec": spec}
+
+
+def holder(namespace: str) -> list[Object]:
+    """A pod that is to have one GPU to itself, and its claim."""
+    metadata = {"name": "holder", "namespace": namespace}
+    exactly = {"deviceClassName": DRIVER, "allocationMode": "ExactCount", "count": 1}
+    claim = {"devices": {"requests": [{"name": "gpu", "exactly": exactly}]}}
+    container = {"name": "main", "image": "localhost/none", "resources": {"claims": [{"name": "gpu"}]}}
+    pod = {
+        "containers": [container],
+        "resourceClaims": [{"name": "gpu", "resourceClaimName": "holder"}],
+        "terminationGracePeriodSeconds": 0,
+    }
+    return [
+        {"apiVersion": DRA, "kind": "ResourceClaim", "metadata": metadata, "spec": claim},
+        {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": pod},
+    ]
+
+
+def allocated(kubectl: Kubectl, namespace: str) -> list[set[str]]:
+    """The devices that each claim of a namespace was given."""
+    claims = kubectl.list_all("resourceclaims.resource.k8s.io", namespace)
+    given = [claim.get("status", {}).get("allocation", {}).get("devices", {}).get("results", ()) for claim in claims]
+    return [{device["device"] for device in devices} for devices in given]
 
 
 def runtime_class(name: str, handler: str) -> Object:
@@ -42,6 +89,8 @@ def node(own_cluster: Cluster, kubectl: Kubectl) -> Iterator[Node]:
     kubectl.run("label", "node", found.name, f"{PRESENT}-", f"{UPGRADE}-", f"{MIG}-")
     for name in ("nvidia", "other"):
         kubectl.delete("runtimeclass", name)
+    kubectl.delete("resourceslice", SLICE)
+    kubectl.delete("deviceclass", DRIVER)
 
 
 @pytest.mark.timeout(400)
@@ -68,6 +117,10 @@ def test_each_way_to_the_gpus_works_and_what_is_missing_is_named(
     def try_again() -> None:
         """Makes the agent anew, so that nobody has to wait until a container that ended is started again."""
         kubectl.delete("pod", clean.agents(pool)[node.name]["metadata"]["name"], clean.namespace)
+
+    def look_again() -> None:
+        """Has the operator look at once at what no watch tells it of."""
+        kubectl.run("annotate", "managerpool", pool, f"orbitkv-test/looked={time.monotonic()}", "--overwrite")
 
     def works(route: str) -> None:
         access("True", "DevicesSeen", "2 GPUs on 1 nodes", timeout=90)
@@ -122,5 +175,27 @@ def test_each_way_to_the_gpus_works_and_what_is_missing_is_named(
     node.give_gpus({ALL: 2}, handlers=("runc",))
     try_again()
     works("defaultRuntime")
+    # by privilege, where no runtime adds the driver's libraries at first
+    node.give_gpus({ALL: 2})
     go_by("privileged")
+    access("False", "NoGPU", "node-a", "libraries must be on the node")
+    node.give_gpus({ALL: 2}, handlers=("runc",))
+    try_again()
     works("privileged")
+
+    # by claims again: what NVIDIA's driver would publish is there bit by bit, of 8 GPUs another pod holds one
+    tenant = clean.make_namespace()
+    kubectl.apply(device_class())
+    go_by("dra")
+    access("False", "AdminAccessNotAllowed", f"{ADMIN}=true")
+    kubectl.run("label", "namespace", clean.namespace, f"{ADMIN}=true")
+    look_again()
+    access("False", "NoDevicesPublished", "no ResourceSlice of node-a")
+    kubectl.apply(published(node.name, 8), *holder(tenant))
+    kubectl.until(lambda: [len(devices) for devices in allocated(kubectl, tenant)] == [1], "the pod to hold a GPU")
+    look_again()
+    every = {f"gpu-{number}" for number in range(8)}
+    kubectl.until(lambda: every in allocated(kubectl, clean.namespace), "an agent to be given all GPUs")
+    assert len(allocated(kubectl, tenant)[0]) == 1
+    kubectl.run("label", "namespace", clean.namespace, f"{ADMIN}-")
+    kubectl.delete("pod", "holder", tenant, wait=0)

@@ -188,7 +188,7 @@ def test_node_that_comes_gets_an_agent_and_is_forgotten_when_it_goes(
     found = kubectl.get("node", "node-c")
     assert found is not None
     assert {"type": "InternalIP", "address": node.address} in found["status"]["addresses"]
-    build.load(own_cluster)
+    build.load_node(node, [image for image in build.IMAGES if image.name != "operator"])
     kubectl.wait("managerpool", pool, counts(len(before) + 1), "the new node's agent to be ready", timeout=120)
     assert sorted(clean.agents(pool)) == sorted([*before, "node-c"])
     own_cluster.remove_node("node-c")

@@ -219,7 +219,7 @@ def test_at_rest_nothing_is_written_and_nobody_is_restarted(world: World) -> Non
     managers = {
         (kind.kind, entry["manager"])
         for kind in (*world.served(), POOLS, CACHES)
-        for it in world.api.list_metadata(kind)
+        for it in world.api.list_all(kind)
         if names.pool_object_name(pool) == it["metadata"]["name"] or it["metadata"]["name"] == pool
         for entry in it["metadata"]["managedFields"]
     }

@@ -30,6 +30,8 @@ pytestmark = [
     ),
     pytest.mark.timeout(1500),
 ]
+HELM_VALUES: dict[str, object] = {}
+"""With two replicas of each, of which one stays while a node is drained."""
 CACHE = "chat"
 PLAIN = f"{APP}-plain"
 START_SECONDS = 420.0

@@ -43,6 +43,9 @@ GUESSES = {
     "save by a registration": "unknown-registration",
     "retire a registration": "unknown-registration",
     "use one of an earlier session": "unknown-registration",
+    "join a session": "stale-session",
+    "go on from an earlier session": "stale-session",
+    "go on from an earlier agent": "agent-changed",
     "end a restore": "unknown-restore",
     "commit a save": "unknown-save",
     "poll an operation": "Nothing gone",
@@ -188,7 +191,7 @@ def test_a_token(shown: dict[str, Any], kind: str) -> None:
 def guessed(tenants: Tenants) -> dict[str, Any]:
     """What comes of using what is the other's."""
     facts = tenants.facts
-    found = {"lease": facts["lease"], "registration": facts["registration"], "instance": facts["instance"]}
+    found = {name: facts[name] for name in ("lease", "registration", "instance", "epoch")}
     return tenants.attack("guesses", count=PAGES, operation=1, **found)
 
 
@@ -238,7 +241,7 @@ def test_the_api_shows_nothing_of_the_other(tenants: Tenants) -> None:
 def test_memory_that_was_kept_shows_only_what_its_owner_wrote(
     tenants: Tenants, installation: Installation, images: list[str]
 ) -> None:
-    """Its namespace is deleted and made again meanwhile, and another engine fills it."""
+    """Its namespace is reset, deleted and made again meanwhile, and another engine fills it."""
     kubectl, namespace = tenants.kubectl, tenants.attacker.namespace
     cache = kubectl.get("cachenamespace", "cache", namespace)
     assert cache is not None
@@ -253,6 +256,7 @@ def test_memory_that_was_kept_shows_only_what_its_owner_wrote(
         kubectl, image, "keeper", namespace, node["spec"]["nodeName"], program=ATTACKS, action="keep", **options
     )
     keeper.wait_said("mapped")
+    kubectl.patch("cachenamespace", "kept", {"spec": {"resetGeneration": 1}}, namespace)
     kubectl.delete("cachenamespace", "kept", namespace)
     kubectl.apply(cache_object("kept", namespace, pool))
     ended = keeper.wait_said("ended")["ended"]

@@ -3,19 +3,48 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import urllib.request
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
 
 from e2e.support.engines import PROGRAM, PYTHON
-from e2e.support.installation import PRIVILEGED, Installation
+from e2e.support.installation import PRIVILEGED, Installation, cache_object
 from e2e.support.kubectl import Kubectl, Object, condition
+from orbitkv_crds import stamps
 
 WEBHOOK = "deployment/orbitkv-webhook"
 COUNT = 8
+OWN_CONNECTOR = """
+import time
+from orbitkv.injection import StayOff, tell_agent
+from orbitkv.protocol.reasons import OffReason
+off = StayOff(OffReason.KV_TRANSFER_CONFIG_PRESENT, "--kv-transfer-config is given, for OtherConnector")
+while tell_agent("vllm 0.32.0", off):
+    time.sleep(1)
+time.sleep(1e6)
+"""
+"""What the plugin does, with its own code, in an engine whose user has chosen a connector."""
+ARGS: Object = {stamps.ANNOTATION_INJECT_VIA: "args"}
+ODD: dict[str, tuple[Object, Object, Object]] = {
+    "unknown-annotation": ({"orbitkv.io/x": "y"}, {}, {}),
+    "invalid-annotation": ({stamps.ANNOTATION_MODE: "sometimes"}, {}, {}),
+    "target-container-not-found": ({stamps.ANNOTATION_CONTAINER: "other"}, {}, {}),
+    "engine-unknown": ({stamps.ANNOTATION_ENGINE: "other"}, {}, {}),
+    "args-unreadable": (ARGS | {stamps.ANNOTATION_ENGINE: "vllm"}, {}, {}),
+    "kv-transfer-config-present": (
+        ARGS | {stamps.ANNOTATION_ENGINE: "vllm"},
+        {},
+        {"command": ["sh", "-c", "sleep infinity"], "args": ["--kv-transfer-config={}"]},
+    ),
+    "name-taken": ({}, {"volumes": [{"name": "orbitkv-token", "emptyDir": {}}]}, {}),
+    "runtime-isolated": ({}, {"runtimeClassName": "gvisor"}, {}),
+}
+"""For each reason to leave a pod as it is: annotations, and what the pod's spec and its container have, to meet it."""
 
 
 @dataclass(frozen=True)
@@ -30,13 +59,34 @@ class Team:
     namespace: str
     elsewhere: str
 
-    def make(self, name: str, namespace: str, command: list[str], ask: str) -> None:
-        """Makes a pod that asks for a cache, if it does."""
+    def pod(self, name: str, namespace: str, command: list[str], ask: str) -> Object:
+        """A pod that asks for a cache, if it does."""
         container = {"name": "engine", "image": self.image, "imagePullPolicy": "IfNotPresent", "command": command}
         metadata: Object = {"name": name, "namespace": namespace}
         metadata |= {"annotations": {"orbitkv.io/cache-namespace": ask}} if ask else {}
         spec = {"containers": [container], "restartPolicy": "Never", "terminationGracePeriodSeconds": 0}
-        self.kubectl.create({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec})
+        return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
+
+    def make(self, name: str, namespace: str, command: list[str], ask: str) -> None:
+        """Makes such a pod."""
+        self.kubectl.create(self.pod(name, namespace, command, ask))
+
+    def make_odd(self) -> None:
+        """Makes a pod for each reason to leave one as it is, by the name of the reason."""
+        pods = []
+        for reason, (asks, spec, container) in ODD.items():
+            pod = self.pod(reason, self.namespace, ["sleep", "infinity"], "another")
+            pod["metadata"]["annotations"] |= asks
+            pod["spec"] |= spec
+            pod["spec"]["containers"][0] |= container
+            pods.append(pod)
+        self.kubectl.apply(*pods)
+
+    def described(self, namespace: str) -> dict[str, str]:
+        """What `kubectl describe pod` says of each pod of a namespace, a line each event."""
+        printed = self.kubectl.run("describe", "pods", f"--namespace={namespace}")
+        parts = re.split(r"(?m)^Name: +", printed)[1:]
+        return {part.split()[0]: part for part in parts}
 
     def idle(self, name: str, *, namespace: str = "", ask: str = "") -> None:
         """Makes a pod that never attaches."""
@@ -118,15 +168,29 @@ def team(installation: Installation, kubectl: Kubectl, images: list[str]) -> Tea
     return Team(kubectl, installation, image, pool, cache, namespace, elsewhere)
 
 
+@pytest.fixture
+def sandbox(kubectl: Kubectl) -> Iterator[None]:
+    """A RuntimeClass that is called like a sandbox; pods that have it run all the same."""
+    kind = {"apiVersion": "node.k8s.io/v1", "kind": "RuntimeClass", "metadata": {"name": "gvisor"}, "handler": "runc"}
+    kubectl.apply(kind)
+    yield
+    kubectl.delete("runtimeclass", "gvisor")
+
+
+@pytest.mark.usefixtures("sandbox")
 def test_every_pod_that_asks_is_told_what_became_of_it(team: Team, kubectl: Kubectl) -> None:
     full = f"{team.namespace}/{team.cache}"
+    kubectl.apply(cache_object("waiting", team.namespace, "no-such-pool"))
     team.engine("user")
     team.idle("silent", ask=team.cache)
     team.idle("skipped", namespace=team.elsewhere, ask=full)
     team.idle("lost", ask="no-such-cache")
     team.idle("late")
+    team.make("own", team.namespace, [PYTHON, "-c", OWN_CONNECTOR], full)
     stranger = team.installation.make_namespace(PRIVILEGED)
     team.engine("stranger", namespace=stranger, cache=full)
+    team.make_odd()
+    team.idle("early", ask="waiting")
     kubectl.run("annotate", "pod", "late", f"--namespace={team.namespace}", f"orbitkv.io/cache-namespace={team.cache}")
 
     team.wait_event("user", "CacheInjected", full)
@@ -135,13 +199,36 @@ def test_every_pod_that_asks_is_told_what_became_of_it(team: Team, kubectl: Kube
     team.wait_event("late", "CacheMissed", "webhook-missed")
     team.wait_event("stranger", "CacheNotAttached", "access.namespaces is Same", namespace=stranger)
     team.wait_event("silent", "CacheNotAttached", "never-came")
+    team.wait_event("own", "CacheNotAttached", "kv-transfer-config-present")
     team.wait_event("lost", "CacheInjected", "cache-namespace-not-found")
     team.wait_event("lost", "CacheNotAttached", "cache-namespace-not-found")
 
+    team.wait_event("early", "CacheInjected", "pool-not-ready")
+    for reason in ODD:
+        team.wait_event(reason, "CacheSkipped", reason)
+
+    told = {
+        **{name: ("CacheSkipped", name) for name in ODD},
+        "user": ("CacheAttached", full),
+        "silent": ("CacheNotAttached", "never-came"),
+        "late": ("CacheMissed", "webhook-missed"),
+        "lost": ("CacheInjected", "cache-namespace-not-found"),
+        "early": ("CacheInjected", "pool-not-ready"),
+        "skipped": ("CacheSkipped", "pod-security-forbids-hostpath"),
+        "stranger": ("CacheInjected", "access-denied"),
+        "own": ("CacheNotAttached", "OtherConnector"),
+    }
+    described: dict[str, str] = {}
+    for where in (team.namespace, team.elsewhere, stranger):
+        described |= team.described(where)
+    for name, both in told.items():
+        events = described[name].partition("Events:")[2].splitlines()
+        assert any(all(word in line for word in both) for line in events), described[name]
+
     found = team.wait_in_use(
-        "1 node", "/silent (never-came", "/skipped (pod-security", "/late (webhook-missed", "/stranger ("
+        "1 node", "/silent (never-came", "/skipped (pod-security", "/late (webhook-missed", "/stranger (", "/own ("
     )
-    assert found["status"]["attached"]["without"] == 4
+    assert found["status"]["attached"]["without"] == 5
     (first,) = found["status"]["attached"]["first"]
     assert (first["namespace"], first["name"]) == (team.namespace, "user")
     wide = kubectl.run("get", "cns", team.cache, f"--namespace={team.namespace}", "-o", "wide").splitlines()
@@ -155,6 +242,7 @@ def test_every_pod_that_asks_is_told_what_became_of_it(team: Team, kubectl: Kube
         ("skipped", team.elsewhere, "pod-security-forbids-hostpath"),
         ("late", team.namespace, "would inject container engine"),
         ("lost", team.namespace, "It does not exist."),
+        ("own", team.namespace, "kv-transfer-config-present"),
         ("stranger", stranger, "access.namespaces is Same"),
     ):
         uses, words = team.explained(name, namespace=where)

@@ -9,6 +9,7 @@ import io
 import json
 import shutil
 import tarfile
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,10 @@ class Layout:
         self._blobs.mkdir(parents=True, exist_ok=True)
         self._write([])
 
-    def digests(self) -> set[str]:
-        """The digests of all blobs that the images consist of."""
+    def digests(self, names: Collection[str] | None = None) -> set[str]:
+        """The digests of all blobs that the images consist of, or those with these names."""
         found = set()
-        for top in self._manifests():
+        for top in self._manifests(names):
             manifest = json.loads((self._blobs / hex_part(top["digest"])).read_text())
             found |= {top["digest"], manifest["config"]["digest"], *(layer["digest"] for layer in manifest["layers"])}
         return found
@@ -61,12 +62,12 @@ class Layout:
         self._write([*self._manifests(), top])
         return sum(layer["size"] for layer in layers)
 
-    def write_archive(self, target: Path, without: set[str]) -> None:
-        """Writes the images as one archive, without the blobs that its reader has already."""
+    def write_archive(self, target: Path, without: set[str], names: Collection[str] | None = None) -> None:
+        """Writes the images, or those with these names, as one archive, without what its reader has already."""
         with tarfile.open(target, "w") as tar:
             add(tar, "oci-layout", b'{"imageLayoutVersion":"1.0.0"}')
-            add(tar, "index.json", self._index.read_bytes())
-            for digest in sorted(self.digests() - without):
+            add(tar, "index.json", index_of(self._manifests(names)))
+            for digest in sorted(self.digests(names) - without):
                 path = self._blobs / hex_part(digest)
                 tar.add(path, arcname=f"blobs/sha256/{path.name}")
 
@@ -87,11 +88,17 @@ class Layout:
         (self._blobs / digest).write_bytes(data)
         return {"mediaType": kind, "digest": f"sha256:{digest}", "size": len(data)}
 
-    def _manifests(self) -> list[dict[str, Any]]:
-        return list(json.loads(self._index.read_text())["manifests"])
+    def _manifests(self, names: Collection[str] | None = None) -> list[dict[str, Any]]:
+        found = json.loads(self._index.read_text())["manifests"]
+        return [each for each in found if names is None or each["annotations"]["io.containerd.image.name"] in names]
 
     def _write(self, manifests: list[dict[str, Any]]) -> None:
-        self._index.write_text(json.dumps({"schemaVersion": 2, "manifests": manifests}))
+        self._index.write_bytes(index_of(manifests))
+
+
+def index_of(manifests: list[dict[str, Any]]) -> bytes:
+    """The index of a layout with these images."""
+    return json.dumps({"schemaVersion": 2, "manifests": manifests}).encode()
 
 
 def hex_part(digest: str) -> str:

@@ -7,6 +7,7 @@ import hashlib
 import json
 import shutil
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,18 +137,20 @@ def load(cluster: Cluster) -> None:
         list(pool.map(load_node, cluster.nodes.values()))
 
 
-def load_node(node: Node) -> None:
-    """Imports the images on one node, without the layers that it has."""
-    wanted = LAYOUT.digests()
+def load_node(node: Node, images: Sequence[Image] = IMAGES) -> None:
+    """Imports images on one node, without the layers that it has."""
+    names = [image.reference for image in images]
+    wanted = LAYOUT.digests(names)
     loaded = node.folder / "images-loaded.json"
     there = set(json.loads(loaded.read_text())) if loaded.exists() else set()
-    if there == wanted:
+    if wanted <= there:
         return
     archive = node.folder / "images.tar"
-    LAYOUT.write_archive(archive, without=there)
+    LAYOUT.write_archive(archive, without=there, names=names)
     node.import_image(archive)
     archive.unlink()
-    loaded.write_text(json.dumps(sorted(wanted)))
+    # what earlier images alone had may be gone by now
+    loaded.write_text(json.dumps(sorted(wanted | (there & LAYOUT.digests()))))
 
 
 def describe(buildah: base.Buildah, image: Image) -> int:

@@ -30,7 +30,7 @@ PACKAGES: list[str] = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["pac
 def dependencies(extra: str) -> list[str]:
     """What an image installs beside OrbitKV.
 
-    The operator leaves out what only those need who move pages (numpy, msgspec), which would double it.
+    The operator leaves out what only those need who move pages (numpy), which would double it.
     """
     project = PROJECT["project"]
     listed = list(project["optional-dependencies"][extra])

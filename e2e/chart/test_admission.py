@@ -31,6 +31,7 @@ from e2e.support.kubectl import Kubectl, KubectlError, Object
 from e2e.support.policy_webhook import MIRROR, SIDECAR, VARIABLE, policies
 from orbitkv_crds import names, stamps
 from orbitkv_crds.stamps import ANNOTATION_FROM, ANNOTATION_INJECTED, ANNOTATION_SKIP_REASON
+from orbitkv_operator.admission.asks import LMCACHE_ENGINE, LMCACHE_LABEL, LMCACHE_PULL_SECRETS
 from orbitkv_operator.admission.findings import Findings
 from orbitkv_operator.admission.server import PATH
 from orbitkv_operator.admission.tests.pods import make_pod, table
@@ -80,7 +81,7 @@ class Webhook:
     def start(self) -> None:
         """Run it until it is ready."""
         flags = ["--namespace", NAMESPACE, "--payload-image", "localhost/payload:1", "--metrics-port", "0"]
-        flags += ["--look-seconds", "1"]
+        flags += ["--look-seconds", "1", "--log-level", "debug", "--lmcache", "true"]
         ports = ["--port", str(self.port), "--probes-port", str(self.probes_port)]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
@@ -250,6 +251,20 @@ def test_pod_is_injected_and_keeps_its_command_line(server: Server, team: str) -
     assert pod["status"]["qosClass"] == server.create(asking({}), team)["status"]["qosClass"] == "BestEffort"
 
 
+def test_apiserver_has_nothing_to_add_to_an_injected_pod_and_asks_once(server: Server, team: str) -> None:
+    """It gives every container its ServiceAccount's token, and would ask again after it had given it to ours."""
+    pod = asking()
+    pod["metadata"]["name"] = "asked-once"
+    made = server.create(pod, team)
+    (copying,), (container,) = made["spec"]["initContainers"], made["spec"]["containers"]
+    (given,) = (
+        it for it in container["volumeMounts"] if it["mountPath"] == "/var/run/secrets/kubernetes.io/serviceaccount"
+    )
+    assert given in copying["volumeMounts"]
+    reviews = [line for line in server.webhook.log.read_text().splitlines() if f"{team}/asked-once" in line]
+    assert len(reviews) == 1
+
+
 def test_limits_of_a_namespace_come_out_as_without_us(server: Server) -> None:
     namespace = make_namespace(server, "limited")
     limits = {
@@ -370,6 +385,29 @@ def test_default_of_a_namespace_and_the_way_out_of_it(server: Server) -> None:
     assert not stamped(web) and "volumes" not in {k for k, v in web["spec"].items() if k == "volumes" and len(v) > 1}
     out = server.create(asking({stamps.ANNOTATION_INJECT: "false"}), namespace)
     assert not stamped(out)
+
+
+def test_pods_that_are_labelled_for_lmcache_are_asked_about_where_the_chart_says_so(
+    server: Server, team: str, helm: Renderer
+) -> None:
+    """The webhook would serve them all along: whether the apiserver asks is up to the chart's value."""
+    pod = asking({LMCACHE_ENGINE: "theirs", LMCACHE_PULL_SECRETS: "pull"})
+    pod["metadata"]["labels"][LMCACHE_LABEL] = "true"
+    assert not stamped(server.create(pod, team, "--dry-run=server"))
+    before = server.kubectl.get(CONFIGURATION, names.WEBHOOK)
+    assert before is not None
+    served = helm.render({"compat": {"lmcache": True}}).one("MutatingWebhookConfiguration", names.WEBHOOK)
+    conditions = {each["name"]: each["matchConditions"] for each in served["webhooks"]}
+    after = [each | {"matchConditions": conditions[each["name"]]} for each in before["webhooks"]]
+    server.kubectl.patch(CONFIGURATION, names.WEBHOOK, {"webhooks": after})
+    try:
+        server.kubectl.until(lambda: stamped(server.create(pod, team, "--dry-run=server")), "such pods to be seen")
+        made = server.create(pod, team)
+    finally:
+        server.kubectl.patch(CONFIGURATION, names.WEBHOOK, {"webhooks": before["webhooks"]})
+    stamp = stamps.read_injected(annotations_of(made))
+    assert stamp is not None and stamp.namespace == f"{team}/theirs"
+    assert {"name": "pull"} in made["spec"]["imagePullSecrets"]
 
 
 def test_namespaces_of_the_cluster_and_of_orbitkv_are_left_alone_but_for_the_dry_run(server: Server) -> None:

@@ -13,6 +13,7 @@ import shutil
 import ssl
 import subprocess
 import sys
+import urllib.error
 import urllib.request
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -209,20 +210,24 @@ class Cluster:
                     self.control_plane.wait_apiserver()
         for name in [name for name in self.nodes if name not in FIRST]:
             self.remove_node(name)
+        begun = set()
         for node in self.nodes.values():
             for part in NODE_PROCESSES:
                 if not node.processes.running(part):
                     node.processes.restart(part)
+                    begun.add(node.name)
         self._wait_nodes(list(self.nodes))
+        for name in begun:
+            wait_until(lambda name=name: self._knows_its_pods(name), f"{name}'s kubelet to know its pods", 60)  # type: ignore[misc]
 
     def logs(self) -> list[Path]:
         """The logs of all of its processes."""
         return sorted(self.folder.glob("*/log/*.log"))
 
-    def start_kwok(self, lease_seconds: int = 40) -> None:
+    def start_kwok(self, lease_seconds: int = 40, stages: Path | None = None) -> None:
         """Starts KWOK, which plays the kubelet of Node objects annotated `kwok.x-k8s.io/node: fake`.
 
-        It renews their Leases each quarter of `lease_seconds`.
+        It renews their Leases each quarter of `lease_seconds`. `stages` is a file with Stages in the place of its own.
         """
         if self._control().running("kwok"):
             return
@@ -231,6 +236,7 @@ class Cluster:
             "--manage-all-nodes=false",
             "--manage-nodes-with-annotation-selector=kwok.x-k8s.io/node=fake",
             f"--node-lease-duration-seconds={lease_seconds}",
+            *([f"--config={stages}"] if stages else ()),
         ]
         self._control().start("kwok", [self.programs["kwok"], *arguments])
 
@@ -377,6 +383,16 @@ class Cluster:
             for condition in node["status"].get("conditions", [])
             if condition["type"] == "Ready" and condition["status"] == "True"
         }
+
+    def _knows_its_pods(self, node: str) -> bool:
+        """Whether a kubelet has heard of its pods: it says that it is ready a second before, and then has no logs."""
+        bound = self._request("GET", f"/api/v1/pods?fieldSelector=spec.nodeName%3D{node},status.phase%3DRunning")
+        try:
+            known = self._request("GET", f"/api/v1/nodes/{node}/proxy/pods")
+        except urllib.error.HTTPError:  # it takes no connections yet
+            return False
+        there = {pod["metadata"]["uid"] for pod in known["items"] or ()}
+        return there >= {pod["metadata"]["uid"] for pod in bound["items"] if "deletionTimestamp" not in pod["metadata"]}
 
     def _request(self, method: str, path: str) -> Any:
         context = ssl.create_default_context(cafile=str(self.authority.certificate))

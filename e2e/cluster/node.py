@@ -297,5 +297,5 @@ state = "/run/containerd"
             "evictionHard": {"memory.available": "100Mi", "nodefs.available": "1%", "imagefs.available": "1%"},
             "imageGCHighThresholdPercent": 100,
             # a changed ConfigMap is seen in a mounted volume at the pod's next sync: usually a minute, here less
-            "syncFrequency": "10s",
+            "syncFrequency": "3s",
         }

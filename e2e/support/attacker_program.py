@@ -34,6 +34,7 @@ from orbitkv.protocol.messages import (
     GroupHashes,
     Hello,
     Instance,
+    JoinSession,
     LayerRegion,
     Loading,
     MapArenas,
@@ -53,6 +54,7 @@ from orbitkv.protocol.messages import (
     StartRestore,
     SubmitSaves,
     Unregister,
+    Welcome,
 )
 from orbitkv.protocol.versions import VersionRange
 
@@ -118,7 +120,9 @@ class Attacker:
         with open(TOKEN, "rb") as file:
             self.token = file.read().strip()
         self.connection = connect()
-        _, self.descriptors = self.connection.call_for_descriptors(Hello(cache, self.token, "attacker"), 10_000)
+        welcome, self.descriptors = self.connection.call_for_descriptors(Hello(cache, self.token, "attacker"), 10_000)
+        assert isinstance(welcome, Welcome)
+        self.boot_id, self.epoch = welcome.boot_id, welcome.epoch
         self.instance = Instance("attacker", uuid.uuid4().hex)
         self.call(AttachInstance(self.instance))
         region = LayerRegion("layer", 0, 0, BLOCKS, PAGE, PAGE, "uint8")
@@ -172,7 +176,7 @@ def guesses(options: dict[str, Any]) -> None:
     """Uses what another tenant has, by its right number or name, and what nobody has. Says what comes of it; where the
     two differ, both."""
     earlier = Attacker(options["cache"], options["identity"])
-    old = earlier.registration
+    old, old_epoch = earlier.registration, earlier.epoch
     earlier.close()
     it = Attacker(options["cache"], options["identity"])
     lease, registration, operation = options["lease"], options["registration"], options["operation"]
@@ -188,6 +192,9 @@ def guesses(options: dict[str, Any]) -> None:
         ),
         "retire a registration": (Unregister, registration, number),
         "use one of an earlier session": (Unregister, old, number),
+        "join a session": (lambda n: JoinSession(it.boot_id, n), options["epoch"], number),
+        "go on from an earlier session": (lambda n: JoinSession(it.boot_id, n), old_epoch, number),
+        "go on from an earlier agent": (lambda n: JoinSession(secrets.token_hex(16), n), options["epoch"], it.epoch),
         "end a restore": (lambda n: RestoreDone(n, True), operation, number),
         "commit a save": (lambda n: CommitSave(n, True), operation, number),
         "poll an operation": (lambda n: PollQuery(n, 1), operation, number),

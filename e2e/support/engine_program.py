@@ -190,7 +190,8 @@ def victim(options: dict[str, Any]) -> None:
     ready = it.client.query_prefetch("held", [names(0, 4)], instance=it.instance, max_wait_ms=0)
     assert isinstance(ready, QueryReady)
     instance = [it.instance.engine_id, it.instance.nonce]
-    say(kept=kept, registration=it.registration.id, lease=ready.leases[0], instance=instance)
+    epoch = it.client._session.welcome.epoch
+    say(kept=kept, registration=it.registration.id, lease=ready.leases[0], instance=instance, epoch=epoch)
     while True:
         end = time.monotonic() + 1
         found, times = [], []

@@ -1,7 +1,7 @@
 """OrbitKV installed on a cluster by its chart, and the pools and namespaces that tests make on it."""
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,9 +17,11 @@ GROUP = "orbitkv.io"
 VERSION = "v1alpha1"
 HASTY = [
     {"name": f"ORBITKV_OPERATOR_{name}_SECONDS", "value": str(seconds)}
-    for name, seconds in {"PROBE": 5, "SWEEP": 5, "PATIENCE": 10}.items()
+    for name, seconds in {"PROBE": 5, "SWEEP": 5, "PATIENCE": 10, "STATUS": 1}.items()
 ]
 """What the operator is to do within minutes, it does within seconds in tests."""
+SMALL: dict[str, Any] = {"operator": {"env": HASTY, "replicas": 1}, "webhook": {"replicas": 1}}
+"""Values of the chart for most tests: this machine takes seconds to start each pod with Python."""
 PRIVILEGED = {f"pod-security.kubernetes.io/{mode}": "privileged" for mode in ("enforce", "audit", "warn")}
 
 
@@ -85,14 +87,16 @@ class Installation:
         self.target.kubectl.apply(namespace_object(name, labels))
         return name
 
-    def make_pool(self, name: str | None = None, *, ready: float = 90, **spec: Any) -> str:
+    def make_pool(
+        self, name: str | None = None, *, ready: float = 90, after: Iterable[Object] = (), **spec: Any
+    ) -> str:
         """Makes a pool and waits until it is Ready, `ready` seconds at most (0: not at all); returns its name.
 
-        `spec` is passed to `pool_object`.
+        Objects in `after` are applied with it, in one go and before it. `spec` is passed to `pool_object`.
         """
         name = name or unique("pool")
         self._pools.append(name)
-        self.target.kubectl.apply(pool_object(name, **spec))
+        self.target.kubectl.apply(*after, pool_object(name, **spec))
         if ready:
             self.wait_ready("managerpool", name, timeout=ready)
         return name

@@ -24,6 +24,7 @@ from orbitkv.protocol.messages import (
     EngineReport,
     GetStatus,
     Goodbye,
+    JoinSession,
     MapArenas,
     Ping,
     PollQuery,
@@ -44,6 +45,7 @@ from orbitkv.protocol.messages import (
     Unregister,
 )
 from orbitkv.protocol.versions import RELEASE
+from orbitkv.scheduling import SHORT_SLICE_S, use_slices
 from orbitkv_agent.config import AgentConfig
 from orbitkv_agent.devices import choose_mode
 from orbitkv_agent.devices.base import Device
@@ -57,7 +59,7 @@ from orbitkv_agent.observe.state import make_snapshot
 from orbitkv_agent.queries.budget import Phase
 from orbitkv_agent.queries.service import QueryService
 from orbitkv_agent.sessions.admission import Admission, KnownUsers
-from orbitkv_agent.sessions.dispatch import Dispatcher
+from orbitkv_agent.sessions.dispatch import Dispatcher, Steps
 from orbitkv_agent.sessions.errors import Refused
 from orbitkv_agent.sessions.events import EventFeed
 from orbitkv_agent.sessions.instances import Instances
@@ -186,6 +188,7 @@ class Agent:
     def run(self) -> bool:
         """Serve until asked to stop, and drain; return whether nothing was left over."""
         _tune_interpreter()
+        use_slices(SHORT_SLICE_S)  # who waits for an answer has waited for its own turn already
         return self.serve()
 
     def serve(self) -> bool:
@@ -245,6 +248,7 @@ class Agent:
                 MapArenas: self.device.map_arenas,
                 SyncArenas: lambda session, sequence, message: self.device.sync_arenas(session, message),
                 RenewToken: self._renew_token,
+                JoinSession: lambda session, sequence, message: self.server.join(session, message),
                 EngineReport: self._engine_report,
                 TakeEvents: lambda session, sequence, message: self.events.take(session, message),
                 GetStatus: self._status,
@@ -292,8 +296,8 @@ class Agent:
         self._schedule_upkeep()
         return Done()
 
-    def _submit_saves(self, session: Session, sequence: int, message: SubmitSaves) -> Reply:
-        reply = self.saves.submit(session, message)
+    def _submit_saves(self, session: Session, sequence: int, message: SubmitSaves) -> Steps:
+        reply = yield from self.saves.submit(session, message)
         self._schedule_upkeep()
         return reply
 

@@ -70,6 +70,11 @@ class Watch:
                 self._shown[name] = version_of(manifest)
             self._suspects.pop(name, None)
 
+    def has_shown(self, name: Name) -> Version | None:
+        """Return what the watch has shown of an object last."""
+        with self._lock:
+            return self._shown.get(name)
+
     def shown(self) -> dict[Name, Version]:
         """Return what the watch has shown so far."""
         with self._lock:
@@ -147,11 +152,12 @@ class Auditor:
         Raises:
             ApiError: a list could not be had.
         """
-        resource, before = watch.resource, watch.shown()
+        # what is known is read before the list: what comes meanwhile is not in it, and is not gone
+        resource, before, known = watch.resource, watch.shown(), self.view.names(watch.resource)
         there = self.api.list_metadata(resource, watch.namespace, labels=watch.labels, fields=watch.fields)
         listed = {name_of(it): it for it in there}
         differing = watch.compare(listed.values(), before)
-        for name in (differing | self.view.names(resource)) - listed.keys():
+        for name in (differing | known) - listed.keys():
             # a stub will do: of what is gone nothing is asked but its name
             self.router.gone(resource, name)
         changed = [name for name in differing if name in listed]
@@ -166,7 +172,7 @@ class Auditor:
         else:
             for namespace, plain in changed[:MANY]:
                 found = self.api.get(resource, namespace or None, plain)
-                if found is not None:
+                if found is not None and watch.has_shown((namespace, plain)) == before.get((namespace, plain)):
                     self.router.changed(resource, found, False)
 
     def problem(self) -> str:

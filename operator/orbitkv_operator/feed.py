@@ -2,8 +2,8 @@
 
 kopf keeps nothing in the objects: there are only handlers of plain events, so it writes no annotation and no finalizer,
 and `kubectl delete` works while the operator is down. Two of its operators share a thread: one for the release
-namespace and cluster-wide kinds, one for CacheNamespaces and engines' pods everywhere, because one operator is
-either or.
+namespace and cluster-wide kinds, one for CacheNamespaces everywhere, because one operator is either or. Engines' pods,
+which are many, have a watch of their own (`engines.watch`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from orbitkv_operator.audit import Watch
 from orbitkv_operator.builders.children import CHILD_KINDS
 from orbitkv_operator.cluster.api import (
     CACHES,
-    ENGINE_PODS,
     NAMESPACES,
     NODES,
     POD_MONITORS,
@@ -30,13 +29,14 @@ from orbitkv_operator.cluster.api import (
     POOLS,
     Api,
 )
-from orbitkv_operator.names import CHILD_SELECTOR, ENGINE_FIELDS, ENGINE_SELECTOR
+from orbitkv_operator.names import CHILD_SELECTOR
 from orbitkv_operator.view import Observer
 
 logger = logging.getLogger(__name__)
 
-SERVER_SECONDS: Final = 300
-CLIENT_SECONDS: Final = 330.0
+SERVER_SECONDS: Final = 1800
+CLIENT_SECONDS: Final = 1830.0
+"""How long a watch lasts: at its end kopf lists all objects anew."""
 
 
 class Nothing(kopf.DiffBaseStorage, kopf.ProgressStorage):
@@ -78,12 +78,10 @@ class Patiently:
 
 
 def make_watches(api: Api, namespace: str) -> list[Watch]:
-    """Return the watches that there are to be: of children in the release namespace, of engines' pods anywhere, and
-    only ours of both."""
+    """Return kopf's watches that there are to be; of children in the release namespace only ours."""
     children = [Watch(kind, namespace, CHILD_SELECTOR) for kind in (*CHILD_KINDS, PODS)]
     return [
         *(Watch(kind) for kind in (POOLS, CACHES, NODES, NAMESPACES)),
-        Watch(ENGINE_PODS, None, ENGINE_SELECTOR, ENGINE_FIELDS),
         *(watch for watch in children if watch.resource is not POD_MONITORS or api.serves(POD_MONITORS)),
     ]
 
@@ -130,8 +128,8 @@ class Feed:
 
     async def _operators(self) -> None:
         beat = asyncio.create_task(self._beats(), name="beat")
-        everywhere = [watch for watch in self.watches if watch.resource in (CACHES, ENGINE_PODS)]
-        here = [watch for watch in self.watches if watch.resource not in (CACHES, ENGINE_PODS)]
+        everywhere = [watch for watch in self.watches if watch.resource is CACHES]
+        here = [watch for watch in self.watches if watch.resource is not CACHES]
         try:
             await asyncio.gather(
                 self._operator(here, namespaces=[self.namespace]), self._operator(everywhere, clusterwide=True)

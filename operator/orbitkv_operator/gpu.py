@@ -17,8 +17,8 @@ RUNTIME_CLASS: Final = "nvidia"
 ALL_GPUS: Final = "all"
 ALL_GPUS_BY_CDI: Final = "management.nvidia.com/gpu=all"
 """The device of the Container Device Interface that stands for all GPUs of a node, for programs that manage them."""
-LOOK_AGAIN_SECONDS: Final = 20.0
-"""How often is looked up again what no watch tells of."""
+LOOK_AGAIN_SECONDS: Final = 40.0
+"""How often is looked up again what no watch tells of, while all is well."""
 NO_GPU: Final = "NoGPU"
 """Reason of a node whose agent sees no GPU."""
 FIRST: Final = 10

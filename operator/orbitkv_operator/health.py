@@ -12,11 +12,12 @@ from orbitkv_crds.agent_api.reports_pb2 import Report
 from orbitkv_crds.managerpool import ManagerPool, UnhealthyNode
 from orbitkv_operator.cluster.api import Manifest
 from orbitkv_operator.rollout import Agent, Health
+from orbitkv_operator.view import EVICTED
 
 PATIENCE: Final = timedelta(seconds=60)
 """How long an agent may take for something before it counts as a problem."""
 REMEMBERED: Final = timedelta(minutes=10)
-"""How long a kill for memory is shown after the agent runs again."""
+"""How long a kill for memory, or an eviction, is shown after the agent runs again."""
 IMAGE_PROBLEMS: Final = frozenset(
     {"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "ImageInspectError"}
 )
@@ -80,10 +81,12 @@ def observe(
     wanted: Iterable[str],
     since: datetime | None,
     now: datetime | None = None,
+    evicted: Iterable[Manifest] = (),
 ) -> Observed:
     """Look at the pods of a pool.
 
     Args:
+        evicted: those that were evicted last, one a node: another one has taken their place at once.
         nodes: all nodes by name.
         wanted: names of those that should have an agent.
         since: when the DaemonSet was made; None: there is none yet.
@@ -94,10 +97,13 @@ def observe(
     for pod in pods:
         by_node.setdefault(node_of(pod), []).append(pod)
     down = frozenset(name for name in wanted if name in nodes and is_down(nodes[name]))
+    thrown_out = {node_of(pod): pod for pod in evicted}
     unhealthy = []
     for name in sorted(wanted):
         latest = _latest(by_node.get(name, []))
         found = _problem_on(pool, name, latest, name in down, since, moment)
+        if found is None and name in thrown_out:
+            found = _eviction(thrown_out[name], latest, moment)
         if found is not None:
             pod_name = latest["metadata"]["name"] if latest else None
             unhealthy.append(
@@ -151,7 +157,7 @@ def problem(pool: ManagerPool, pod: Manifest, now: datetime) -> Problem | None:
         return Problem(
             "StuckTerminating", "The agent was asked to go and its pod is still there: see its node's kubelet."
         )
-    if _phase(pod) == "Failed":
+    if _phase(pod) == "Failed" or status.get("reason") == EVICTED:
         reason = str(status.get("reason") or "Failed")
         return Problem(reason, f"The agent's pod ended: {_sentence(status.get('message') or 'no reason is given')}")
     scheduled = _condition(pod, "PodScheduled")
@@ -169,6 +175,17 @@ def problem(pool: ManagerPool, pod: Manifest, now: datetime) -> Problem | None:
     if now - _time(_condition(pod, "Ready").get("lastTransitionTime")) < PATIENCE:
         return None
     return Problem("NotReady", f"The agent runs and is not ready: see {logs}.")
+
+
+def _eviction(pod: Manifest, latest: Manifest | None, now: datetime) -> Problem | None:
+    """Return what an agent's pod was evicted for; None: long ago, or the pod in its place is made otherwise."""
+    when = _condition(pod, "DisruptionTarget") or _condition(pod, "Ready")
+    otherwise = latest is not None and read_agent(latest).template != read_agent(pod).template
+    if otherwise or now - _time(when.get("lastTransitionTime")) > REMEMBERED:
+        return None
+    again = " It runs again." if latest is not None and _serves(latest) else ""
+    said = _sentence(pod["status"].get("message") or "no reason is given")
+    return Problem(EVICTED, f"The node's kubelet ended the agent for want of room: {said}{again}")
 
 
 def _container_problem(pool: ManagerPool, pod: Manifest, container: Manifest, now: datetime) -> Problem | None:

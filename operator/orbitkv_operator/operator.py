@@ -19,10 +19,12 @@ from orbitkv_operator.cluster.api import CACHES, ENGINE_PODS, POOLS, Api, ApiErr
 from orbitkv_operator.engines.missed import Sweep
 from orbitkv_operator.engines.pods import EnginePods
 from orbitkv_operator.engines.probe import Probe
+from orbitkv_operator.engines.watch import PodWatch
 from orbitkv_operator.events import Events
 from orbitkv_operator.feed import Feed, make_watches
 from orbitkv_operator.leader import Leader
 from orbitkv_operator.metrics import Metrics
+from orbitkv_operator.names import ENGINE_FIELDS, ENGINE_SELECTOR
 from orbitkv_operator.queue import Key, KeyedQueue
 from orbitkv_operator.reconcile.cache import CacheReconciler, Decisions
 from orbitkv_operator.reconcile.payload import PayloadPulls
@@ -82,6 +84,7 @@ class Operator:
         )
         self._beginning: threading.Thread | None = None
         self._feed: Feed | None = None
+        self._pod_watch: PodWatch | None = None
         self._auditor: Auditor | None = None
         self._http = [
             HttpServer(settings.probes_port, probes(self._not_live, self._not_ready), "probes"),
@@ -107,6 +110,8 @@ class Operator:
             self._beginning.join(20)
         if self._feed is not None:
             self._feed.stop()
+        if self._pod_watch is not None:
+            self._pod_watch.stop()
         if self._auditor is not None:
             self._auditor.stop()
         self._workers.stop()
@@ -168,12 +173,14 @@ class Operator:
                     self._view.put(watch.resource, manifest)
         if self._stop.is_set():
             return "stopping"
-        self._watches = watches
-        self._feed = Feed(
-            self._watches, self._settings.namespace, self._router, self._settings.silence_seconds, self._fail
-        )
+        engine_pods = Watch(ENGINE_PODS, None, ENGINE_SELECTOR, ENGINE_FIELDS)
+        silence = self._settings.silence_seconds
+        self._watches = [*watches, engine_pods]
+        self._feed = Feed(watches, self._settings.namespace, self._router, silence, self._fail)
+        self._pod_watch = PodWatch(self._api, engine_pods, self._router, silence, self._fail)
         self._auditor = Auditor(self._api, self._view, self._watches, self._router, self._settings.audit_seconds)
         self._feed.start()
+        self._pod_watch.start()
         threading.Thread(target=self._auditor.run, name="audit", daemon=True).start()
         for key in (*KEYS, SILENCE):
             self._queue.add(key)
@@ -187,7 +194,8 @@ class Operator:
         return ""
 
     def _handlers(self, owner: Owner) -> dict[str, Any]:
-        status, events = StatusWriter(self._api), Events(self._api, self._settings.pod_name)
+        status = StatusWriter(self._api, facts_seconds=self._settings.status_seconds)
+        events = Events(self._api, self._settings.pod_name)
         payloads = PayloadPulls(self._payload_changed)
         pools = PoolReconciler(
             self._api, self._view, self._settings, self._store, status, events, lambda: self._bundle, payloads
@@ -197,7 +205,15 @@ class Operator:
         pods = PodReconciler(
             self._view, self._pods, self._store, events, self._without_changed, self._settings.patience_seconds
         )
-        sweep = Sweep(self._api, self._settings.namespace, self._view, self._pods, events, self._without_changed)
+        sweep = Sweep(
+            self._api,
+            self._settings.namespace,
+            self._view,
+            self._pods,
+            events,
+            self._without_changed,
+            lmcache=self._settings.lmcache,
+        )
         probe = Probe(self._api, self._settings.namespace, self._settings.agent_image, self._metrics.webhook_probed)
         system = SystemReconciler(self._api, self._settings, owner, self._serve, lambda: self._reports.port)
         return {

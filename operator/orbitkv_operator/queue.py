@@ -28,7 +28,8 @@ class KeyedQueue:
     """Keys with times. Adding one that is there brings it forward and never back; a key that is added while it is
     handled is handled once more afterwards.
 
-    The lock guards everything here and is held for bookkeeping only.
+    The lock guards everything here and is held for bookkeeping only. Of those who wait one knows when the first key is
+    due, so nobody is woken for a key that comes later.
     """
 
     _condition: threading.Condition = field(default_factory=threading.Condition)
@@ -47,7 +48,8 @@ class KeyedQueue:
             if due < self._due.get(key, float("inf")):
                 self._due[key] = due
                 heapq.heappush(self._heap, (due, key))
-                self._condition.notify_all()
+                if self._heap[0] == (due, key):
+                    self._condition.notify()
 
     def take(self) -> Key | None:
         """Wait for a key whose time has come and that nobody handles; None: the queue was closed."""
@@ -75,6 +77,7 @@ class KeyedQueue:
                 if found is not None:
                     del self._due[found]
                     self._running[found] = now
+                    self._condition.notify()  # another one is to wait for what is first now
                     return found
                 self._condition.wait(wait)
             return None
@@ -82,20 +85,24 @@ class KeyedQueue:
     def done(self, key: Key) -> None:
         """`key` was handled; its failures are forgotten."""
         with self._condition:
-            self._running.pop(key, None)
             self._failures.pop(key, None)
-            self._condition.notify_all()
+            self._ended(key)
 
     def failed(self, key: Key, at_least: float = 0.0) -> float:
         """`key` could not be handled: try again, later each time. Returns after how many seconds."""
         with self._condition:
-            self._running.pop(key, None)
             count = self._failures.get(key, 0)
             self._failures[key] = min(count + 1, 16)
-            self._condition.notify_all()
+            self._ended(key)
         delay = max(min(FIRST_BACKOFF * float(2**count), LONGEST_BACKOFF), at_least)
         self.add(key, delay)
         return delay
+
+    def _ended(self, key: Key) -> None:
+        """Called under the lock: nobody handles `key` any more. Others have passed over it if it came due."""
+        self._running.pop(key, None)
+        if key in self._due:
+            self._condition.notify()
 
     def longest_running(self) -> float:
         """Return for how many seconds the oldest handling at present has run."""

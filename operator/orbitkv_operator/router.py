@@ -53,6 +53,8 @@ class Router:
         elif resource not in KINDS:
             self._child(manifest, SETTLE_SECONDS if resource is DAEMON_SETS and not gone else 0.0)
         elif gone:
+            if resource is PODS:
+                self.view.put(resource, manifest)  # how it ended
             self.gone(resource, name_of(manifest))
         elif resource is PODS:
             if self.view.put(resource, manifest):

@@ -79,6 +79,9 @@ class Settings(BaseModel):
     webhook: bool = Field(
         default=False, description="Whether the chart has installed the webhook: then it is probed each minute."
     )
+    lmcache: bool = Field(
+        default=False, description="Whether the webhook serves pods that are labelled for LMCache's operator."
+    )
     network_policy: bool = Field(default=True, description="Whether each pool gets a NetworkPolicy.")
     metrics_from: Annotated[tuple[dict[str, Any], ...], BeforeValidator(_read_json)] = Field(
         default=(),
@@ -102,6 +105,9 @@ class Settings(BaseModel):
     )
     patience_seconds: float = Field(
         default=300, gt=0, description="Time that a pod may be ready before it counts as running without its cache."
+    )
+    status_seconds: float = Field(
+        default=10, gt=0, description="Shortest time between two writes of one object's status."
     )
     resync_seconds: float = Field(
         default=300, gt=0, description="Longest time between two looks at an object that nothing happens to."

@@ -24,6 +24,8 @@ Name = tuple[str, str]
 """(namespace, name); no namespace for cluster-wide kinds."""
 
 KINDS: Final = (POOLS, CACHES, NODES, NAMESPACES, PODS)
+EVICTED: Final = "Evicted"
+"""What a pod's status says once its node's kubelet has ended it for want of room."""
 _DECISIVE: Final = (POOLS, CACHES, NAMESPACES)
 """Kinds of which it depends which claims a pool accepts."""
 _STAYS_ON_PODS: Final = (
@@ -95,6 +97,8 @@ class View:
 
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _objects: dict[Resource, dict[Name, Any]] = field(default_factory=lambda: {kind: {} for kind in KINDS})
+    _evicted: dict[Name, Manifest] = field(default_factory=dict)
+    """By pool and node: the agent's pod that was evicted last. It is gone from the cluster within a second."""
     _changes: int = 0
     """Raised by every change that may alter which claims a pool accepts."""
 
@@ -104,6 +108,8 @@ class View:
         with self._lock:
             before = self._objects[resource].get(name)
             self._objects[resource][name] = kept
+            if resource is PODS and kept["status"].get("reason") == EVICTED and "nodeName" in kept["spec"]:
+                self._evicted[kept["metadata"]["labels"].get(names.LABEL_POOL, ""), kept["spec"]["nodeName"]] = kept
             differs = before is None or _essence(resource, before) != _essence(resource, kept)
             self._changes += differs and resource in _DECISIVE
             return differs
@@ -166,6 +172,16 @@ class View:
         with self._lock:
             found = list(self._objects[PODS].values())
         return [pod for pod in found if wanted.items() <= pod["metadata"]["labels"].items()]
+
+    def evicted(self, pool: str) -> list[Manifest]:
+        """Return the pods of a pool's agents that were evicted last, one a node, as they were then."""
+        with self._lock:
+            return [pod for (of, _), pod in self._evicted.items() if of == pool]
+
+    def forget_evicted(self, pool: str) -> None:
+        """A pool is gone."""
+        with self._lock:
+            self._evicted = {name: pod for name, pod in self._evicted.items() if name[0] != pool}
 
     def namespace_labels(self, name: str) -> dict[str, str] | None:
         """Return the labels of a namespace; None: it is not known."""

@@ -46,6 +46,10 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         terminalreporter.section("GPU")
         terminalreporter.line(f"{len(skipped)} tests of the CUDA data plane did NOT run: {WHY_NOT}.")
         terminalreporter.line("Run `python -m pytest tests/gpu` on a machine with an NVIDIA GPU and torch.")
+    elif skipped:
+        terminalreporter.section("GPU")
+        for why in sorted({each.longrepr[2] for each in skipped}):
+            terminalreporter.line(f"{sum(each.longrepr[2] == why for each in skipped)} tests did NOT run: {why}")
 
 
 @pytest.fixture(scope="session")

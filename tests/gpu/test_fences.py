@@ -11,6 +11,7 @@ import pytest
 from orbitkv import RestoreStatus, SaveStatus
 from tools.harness.agent import AgentProcess
 from tools.harness.memory_engine import numbered_hashes
+from tools.harness.process import wait_until
 
 torch = pytest.importorskip("torch")
 
@@ -95,3 +96,25 @@ def test_a_stopped_agent_holds_up_nothing_of_the_engine(own_agent: AgentProcess)
         finally:
             own_agent.resume()
         assert it.client.wait_restore(restore, timeout=20) is RestoreStatus.DONE
+
+
+def test_the_gpu_tells_the_end_of_a_restore_while_the_agent_is_stopped(own_agent: AgentProcess) -> None:
+    from tools.harness.gpu_engine import GpuEngine, Shape
+
+    with GpuEngine(own_agent.socket_path, Shape(blocks=64)) as it:
+        hashes = numbered_hashes(8)
+        it.save(hashes, np.arange(8), it.point())
+        own_agent.wait(
+            lambda status: status["pool"]["prefaulted_bytes"] == status["pool"]["capacity_bytes"], "all is pinned"
+        )
+        restore = it.start_restore(hashes, np.arange(8) + 20)
+        assert it.client.wait_restore_enqueued(restore, timeout=10)
+        own_agent.pause()
+        try:
+            wait_until(lambda: it.client.poll_restore(restore).final, "the GPU has said so", 5)
+            assert restore.status is RestoreStatus.DONE
+            for view in it.views:
+                assert torch.equal(view[20:28].view(torch.uint8), view[:8].view(torch.uint8))
+        finally:
+            own_agent.resume()
+        own_agent.wait_at_rest(10)

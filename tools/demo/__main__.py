@@ -2,10 +2,11 @@
 
     python -m tools.demo [--engine vllm] [--json]
 
-Starts the node agent in host mode and a real vLLM engine on the CPU with OrbitKV as its connector, serves some
-conversations, kills the engine, starts it again, and serves the next turns from the cache. A second engine that
-knows no cache at all answers the same prompts. Exits with 1 if their answers differ, or if nothing came from OrbitKV
-after the restart.
+Starts the node agent and a real vLLM engine with OrbitKV as its connector, serves some conversations, kills the engine,
+starts it again, and serves the next turns from the cache. A second engine that knows no cache at all answers the same
+prompts. Exits with 1 if their answers differ, or if nothing came from OrbitKV after the restart.
+
+All of it runs on the CPU, or with ORBITKV_TEST_DEVICE=cuda, which `make demo` sets where there is one, on a GPU.
 """
 
 import argparse
@@ -24,7 +25,14 @@ from tools.demo.conversation import ANSWER_TOKENS, QUESTIONS, SYSTEM, TURNS, Ste
 from tools.demo.progress import Progress
 from tools.demo.report import Report, Turn
 from tools.harness.agent import AgentProcess
-from tools.harness.engine import EngineProcess, EngineSpec, engine_environment, engine_python, orbitkv_connector
+from tools.harness.engine import (
+    DEVICE,
+    EngineProcess,
+    EngineSpec,
+    engine_environment,
+    engine_python,
+    orbitkv_connector,
+)
 from tools.harness.process import ProcessError
 
 TURNS_BEFORE_KILL = TURNS - 2
@@ -67,7 +75,8 @@ def run(folder: Path, progress: Progress) -> Report:
         with progress.during("making a tiny model with random weights"):
             model = make_model(folder / "model")
         agent = stack.enter_context(AgentProcess(folder, pool="256Mi"))
-        progress.say("the node agent serves, in host mode, with 256 MiB")
+        where = "copies to and from the GPU" if DEVICE == "cuda" else "serves, in host mode,"
+        progress.say(f"the node agent {where} with 256 MiB")
         spec = EngineSpec(
             model,
             orbitkv_connector(agent.socket_path),

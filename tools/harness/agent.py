@@ -10,7 +10,7 @@ from typing import Any
 from orbitkv.client.session import Endpoint, Session
 from orbitkv.protocol.errors import ErrorKind, OrbitKVError
 from orbitkv.protocol.messages import GetStatus, Status
-from tools.harness.engine import ROOT
+from tools.harness.engine import DEVICE, ROOT
 from tools.harness.process import ManagedProcess, ProcessError, wait_until
 
 READY_SECONDS = 20.0
@@ -45,7 +45,7 @@ class AgentProcess(ManagedProcess):
             "pool": "256Mi",
             "metrics_address": "off",
             "prefault": False,
-            "mode": "host",
+            "mode": "cuda" if DEVICE == "cuda" else "host",
             **settings,
         }
         command = [agent_python(), "-m", "orbitkv_agent", "serve"]

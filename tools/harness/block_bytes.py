@@ -30,7 +30,7 @@ def digests(worker: Any, blocks: list[int]) -> list[str]:
     for block in blocks:
         digest = hashlib.sha256()
         for tensor in tensors:
-            digest.update(tensor[block].contiguous().view(torch.uint8).numpy().tobytes())
+            digest.update(tensor[block].cpu().contiguous().view(torch.uint8).numpy().tobytes())
         found.append(digest.hexdigest())
     return found
 

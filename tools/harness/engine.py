@@ -1,4 +1,7 @@
-"""A real vLLM engine on the CPU in a process of its own, and the questions that a test or a demo asks it."""
+"""A real vLLM engine in a process of its own, and the questions that a test or a demo asks it.
+
+It runs on the CPU, or with ORBITKV_TEST_DEVICE=cuda on a GPU.
+"""
 
 import contextlib
 import itertools
@@ -20,6 +23,9 @@ ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS = 240.0
 ANSWER_SECONDS = 120.0
 
+DEVICE = os.environ.get("ORBITKV_TEST_DEVICE", "cpu")
+"""What engines and agents run on here: "cpu" or "cuda"."""
+
 ENGINE_ARGUMENTS: dict[str, Any] = {
     "block_size": 32,
     "enforce_eager": True,
@@ -29,8 +35,10 @@ ENGINE_ARGUMENTS: dict[str, Any] = {
     "enable_prefix_caching": True,
     "disable_log_stats": False,
     "seed": 0,
+    **({"gpu_memory_utilization": 0.1} if DEVICE == "cuda" else {}),
+    **json.loads(os.environ.get("ORBITKV_TEST_ENGINE_ARGUMENTS", "{}")),
 }
-"""What every engine here is started with, unless said otherwise.
+"""What every engine here is started with, unless said otherwise (ORBITKV_TEST_ENGINE_ARGUMENTS: more of it, as JSON).
 The CPU engine takes blocks of 32 tokens and multiples."""
 
 
@@ -50,7 +58,8 @@ def engine_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # and one thread: threads bound to busy cores wait for each other
         "OMP_NUM_THREADS": "1",
-        "TORCHDYNAMO_DISABLE": "1",  # vLLM compiles some of the sampler on first use: 20 s, and it needs a C++ compiler
+        # vLLM compiles some of the sampler on first use: 20 s, and it needs a C++ compiler. CUDA graphs need compiling.
+        **({"TORCHDYNAMO_DISABLE": "1"} if DEVICE == "cpu" else {}),
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # the questions about blocks are functions, sent to the ranks
         **(extra or {}),
     }

@@ -20,6 +20,7 @@ import traceback
 from typing import Any
 
 from tools.harness import block_bytes, connector_time, kv_events
+from tools.harness.engine import DEVICE
 
 IDLE_SECONDS = 0.001
 """vLLM's own loop sleeps this long after a step that ran no model."""
@@ -314,7 +315,11 @@ def nursery(path: str) -> None:
     """Imports vLLM, then forks a process for each line: its socket, its log, and the variables that it needs."""
     import vllm.model_executor.models.llama
     import vllm.v1.engine.llm_engine
-    import vllm.v1.worker.cpu_worker  # noqa: F401
+
+    if DEVICE == "cuda":
+        import vllm.v1.worker.gpu_worker
+    else:
+        import vllm.v1.worker.cpu_worker  # noqa: F401
 
     stream = connect(path)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the engines

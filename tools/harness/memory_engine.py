@@ -47,7 +47,7 @@ class MemoryEngine:
         client: its client.
         instance: its name.
         identity: its model identity; engines that share pages are given the same.
-        registration: its registered and proven memory.
+        registration: its registered and proven memory; there is none yet if it is to be made not `registered`.
     """
 
     def __init__(
@@ -59,6 +59,7 @@ class MemoryEngine:
         block_bytes: int = 4096,
         identity: str = "",
         worker_of: Instance | None = None,
+        registered: bool = True,
         **client: Any,
     ) -> None:
         self.identity = identity or uuid.uuid4().hex
@@ -67,8 +68,9 @@ class MemoryEngine:
         self.instance = worker_of or Instance("memory-engine", uuid.uuid4().hex)
         if worker_of is None:
             self.client.attach_instance(self.instance)
-        self.registration = self.register()
-        self.client.report_proof(self.registration, proven=True)
+        if registered:
+            self.registration = self.register()
+            self.client.report_proof(self.registration, proven=True)
 
     def register(self, ranks: Ranks | None = None) -> GpuRegistration:
         """Register the memory as that of the worker at `ranks`."""

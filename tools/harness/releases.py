@@ -1,7 +1,8 @@
 """Other releases of OrbitKV, for tests of two sides that are not of the same one.
 
-A release speaks the newest version of the messages and the one before. What a release before or after this one has
-beside other versions cannot be known here; that each message keeps its bytes is tested on the messages.
+A release speaks the newest version of the messages and the one before. A release before this one does not know the
+messages of ADDED; what a release after it has beside other versions cannot be known here. That each message keeps its
+bytes is tested on the messages.
 """
 
 import re
@@ -15,6 +16,9 @@ BEFORE = VersionRange(MESSAGES.highest - 2, MESSAGES.highest - 1)
 NEXT = VersionRange(MESSAGES.highest, MESSAGES.highest + 1)
 LONG_BEFORE = VersionRange(MESSAGES.lowest - 2, MESSAGES.lowest - 1)
 LONG_AFTER = VersionRange(MESSAGES.highest + 1, MESSAGES.highest + 2)
+
+ADDED = ("JoinSession",)
+"""Requests that this release has and the one before has not."""
 
 _MESSAGES = re.compile(r"^MESSAGES = VersionRange\(.*\)$", re.MULTILINE)
 
@@ -32,4 +36,13 @@ def plugin_with(messages: VersionRange, folder: Path) -> Path:
         text, count = _MESSAGES.subn(f"MESSAGES = {messages!r}", file.read_text())
         assert count == 1, f"{file} does not say its versions as it used to"
         file.write_text(text)
+        if messages.highest < MESSAGES.highest:
+            for name in ADDED:
+                _forget_request(made / "orbitkv" / "protocol" / "messages.py", name)
     return made
+
+
+def _forget_request(file: Path, name: str) -> None:
+    text, count = re.subn(rf"\b{name} \| |\| {name}\b", "", file.read_text())
+    assert count == 1, f"{file} does not list its requests as it used to"
+    file.write_text(text)

@@ -28,13 +28,14 @@ from orbitkv.protocol.messages import Refusal, Reply, Request
 _TIMEVAL = struct.Struct("ll")
 _CREDENTIALS = struct.Struct("iII")
 _RECEIVE_BYTES = 1 << 16
-_BUSY_POLL_S = 100e-6 if len(os.sched_getaffinity(0)) > 1 else 0.0
+_BUSY_POLL_S = 200e-6 if len(os.sched_getaffinity(0)) > 1 else 0.0
 """Most replies come sooner, and being woken up for one takes a good part of that time."""
-_HELD_UP_S = 500e-6
-"""Looking for a reply took so long: another thread had this processor, or the interpreter, meanwhile."""
-_CROWDED_S = 1.0
-"""So long after that a call sleeps at once. The kernel lets a thread that slept go first when its reply is there; one
-that spent its share on looking waits until the other one's is spent, for milliseconds."""
+_SHORTEST_PAUSE_S = 5e-3
+_LONGEST_PAUSE_S = 1.0
+"""So long calls sleep at once after looking was in vain or was itself interrupted: others want the processors. The
+kernel lets a thread that slept go first when its reply is there; one that spent its share on looking waits until
+another one's is spent, for milliseconds. What only passes by is worth a short pause; where it happens again sooner than
+the last pause was long, the pause is doubled."""
 _NEVER_WAIT = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 _fork_count = 0
 
@@ -59,7 +60,9 @@ class Connection:
         OrbitKVError: UNAVAILABLE, no agent listens there; DENIED, somebody else's process does.
     """
 
-    _crowded_until = 0.0  # of the performance counter; one for all, because they share the processors
+    # Of the performance counter; one for all, because they share the processors.
+    _crowded_until = 0.0
+    _pause_s = _SHORTEST_PAUSE_S
 
     def __init__(
         self, path: str, *, server_uid: int | None, timeout_ms: int, on_late_reply: Callable[[Reply], None]
@@ -79,6 +82,8 @@ class Connection:
         self._answered: dict[int, Callable[[Reply], None]] = {}
         self.broken: OrbitKVError | None = None
         self._socket = _connect(path, timeout_ms)
+        self._input = select.poll()
+        self._input.register(self._socket, select.POLLIN)
         try:
             _check_server(self._socket, path, server_uid)
         except BaseException:
@@ -190,7 +195,7 @@ class Connection:
         if self.broken is not None or self._fork_count != _fork_count:
             self.check()
         left_s = timeout_ms / 1000
-        deadline = time.monotonic() + left_s
+        deadline = time.perf_counter() + left_s
         sequence = self._next_sequence()
         try:
             self._push(framing.encode(request, sequence))
@@ -214,7 +219,7 @@ class Connection:
                 if isinstance(answer, Refusal):
                     raise refusal_error(answer)
                 return answer
-            left_s = deadline - time.monotonic()
+            left_s = deadline - time.perf_counter()
 
     def _refused(self, refusal: Refusal) -> OrbitKVError:
         """The agent refuses the connection as such, which ends now."""
@@ -250,7 +255,7 @@ class Connection:
     def _wait_writable(self, deadline: float) -> None:
         poll = select.poll()
         poll.register(self._socket, select.POLLOUT)
-        if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+        if not poll.poll(max(0.0, deadline - time.perf_counter()) * 1000):
             raise self._timeout()
 
     def _receive(self, left_s: float, descriptors: list[int] | None) -> list[tuple[int, Any]]:
@@ -258,35 +263,40 @@ class Connection:
         if left_s <= 0:
             raise self._timeout()
         start = time.perf_counter()
-        data: bytes | memoryview | None = None
         try:
-            if self._soon and descriptors is None and start >= self._crowded_until:
-                data = self._receive_busily(start + min(left_s, _BUSY_POLL_S))
-                now = time.perf_counter()
-                if now - start > _HELD_UP_S:
-                    Connection._crowded_until = now + _CROWDED_S
-            if data is None:
-                data = self._receive_asleep(left_s, descriptors)
+            if self._soon and start >= self._crowded_until:
+                end = start + min(left_s, _BUSY_POLL_S)
+                now = self._look(end)
+                if now > end:
+                    self._looked_in_vain(now)
+            data = self._receive_waiting(left_s, descriptors)
         except BlockingIOError:
             return []
         except OSError as error:
             raise self._break(f"receiving failed: {error.strerror}") from None
         finally:
-            # Twice, because what was slept through came later by the time of waking up.
-            self._soon = time.perf_counter() - start < 2 * _BUSY_POLL_S
+            self._soon = time.perf_counter() - start < _BUSY_POLL_S
         return self._frames(data)
 
-    def _receive_busily(self, end: float) -> memoryview | None:
-        """Look for input without sleeping until `end`; None if none came. Only while replies come as soon as that."""
-        receive, received, clock = self._socket.recv_into, self._received, time.perf_counter
-        while clock() < end:
-            try:
-                return received[: receive(received, 0, socket.MSG_DONTWAIT)]
-            except BlockingIOError:
-                continue
-        return None
+    @classmethod
+    def _looked_in_vain(cls, now: float) -> None:
+        """Let calls sleep for a while."""
+        calm = now - cls._crowded_until > cls._pause_s
+        cls._pause_s = _SHORTEST_PAUSE_S if calm else min(2 * cls._pause_s, _LONGEST_PAUSE_S)
+        cls._crowded_until = now + cls._pause_s
 
-    def _receive_asleep(self, left_s: float, descriptors: list[int] | None) -> bytes | memoryview:
+    def _look(self, end: float) -> float:
+        """Look for input without sleeping until there is some, or until `end`; return the time.
+
+        Only while replies come as soon as that. Two processors may be one core: what is done here between two looks
+        slows down who makes the reply.
+        """
+        poll, clock = self._input.poll, time.perf_counter
+        while not poll(0) and clock() < end:
+            pass
+        return clock()
+
+    def _receive_waiting(self, left_s: float, descriptors: list[int] | None) -> bytes | memoryview:
         # The kernel's receive timeout saves a poll per call. It need not be exact: it is set again only when it is too
         # long, or shorter than half of what is allowed (then the loop goes round).
         left_us = int(left_s * 1e6)

@@ -275,11 +275,12 @@ class CacheManagerClient:
             timeout_ms: bound of the call.
 
         Raises:
-            OrbitKVError: INVALID or UNSUPPORTED, naming the field; UNAVAILABLE; TIMEOUT.
+            OrbitKVError: INVALID or UNSUPPORTED, naming the field; UNAVAILABLE; TIMEOUT; STALE, the agent restarted
+                since this client was made, or ended its session: make a new one.
         """
         if self._transfers is None:
             self._session.connection.check()
-            self._transfers = Transfers(self._endpoint, self.boot_id)
+            self._transfers = Transfers(self._endpoint, self._session.welcome)
         transfers = self._transfers
         request = Register(
             instance=instance,

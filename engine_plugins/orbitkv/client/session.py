@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from orbitkv.protocol.errors import ErrorKind, OrbitKVError
-from orbitkv.protocol.messages import Goodbye, Hello, Ping, RenewToken, Reply, Welcome
+from orbitkv.protocol.messages import Goodbye, Hello, JoinSession, Ping, RenewToken, Reply, Welcome
 from orbitkv.protocol.records import RecordReader
 
 from .connection import Connection
@@ -93,6 +93,21 @@ class Session:
             arguments = (endpoint, token)
             self._upkeep = threading.Thread(target=self._keep_up, args=arguments, name="orbitkv-session", daemon=True)
             self._upkeep.start()
+
+    def join(self, other: Welcome, timeout_ms: float) -> None:
+        """Let the agent know that this session belongs with another one of this client, and make sure that it does.
+
+        Raises:
+            OrbitKVError: STALE, the other one has ended, or the agent restarted since.
+        """
+        try:
+            self.connection.call(JoinSession(other.boot_id, other.epoch), timeout_ms)
+        except OrbitKVError as error:
+            if error.kind is not ErrorKind.INVALID:
+                raise
+            # An agent of an earlier release does not know the message. Which boot it is, it has said.
+            if self.welcome.boot_id != other.boot_id:
+                raise OrbitKVError(ErrorKind.STALE, "the OrbitKV agent restarted; make a new client") from None
 
     def agent_alive(self) -> bool:
         """Whether the agent's process exists (a stalled one does)."""

@@ -40,8 +40,10 @@ from orbitkv.protocol.messages import (
     StartRestore,
     SubmitSaves,
     Unregister,
+    Welcome,
 )
 from orbitkv.protocol.records import Header
+from orbitkv.scheduling import LONG_SLICE_S, use_slices
 
 from .agent_copies import AgentCopies
 from .allocations import HostAllocation
@@ -59,18 +61,22 @@ logger = logging.getLogger("orbitkv")
 class Transfers:
     """Owner of the transfer session.
 
+    Args:
+        endpoint: the agent.
+        client: what the agent said to the client's own session, with which this one belongs.
+
     Raises:
-        OrbitKVError: the session could not be opened.
+        OrbitKVError: the session could not be opened; STALE, the agent restarted since the client's own was.
     """
 
-    def __init__(self, endpoint: Endpoint, boot_id: str) -> None:
+    def __init__(self, endpoint: Endpoint, client: Welcome) -> None:
         self._endpoint = endpoint
         self._session = Session(endpoint, self._late_reply)
-        if self._session.welcome.boot_id != boot_id:
+        try:
+            self._session.join(client, endpoint.timeout_ms)
+        except BaseException:
             self._session.close()
-            raise OrbitKVError(
-                ErrorKind.UNAVAILABLE, f"the OrbitKV agent at {endpoint.path} restarted; make a new client"
-            )
+            raise
         self._arenas = ArenaMap(self._session.connection, endpoint.timeout_ms)
         self._arenas_seen = 0
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
@@ -272,6 +278,7 @@ class Transfers:
     # -------------------------------------------------------------------------------------------------- transfer thread
 
     def _run(self) -> None:
+        use_slices(LONG_SLICE_S)  # the engine's threads go first when they wake up
         try:
             while True:
                 if self._step():

@@ -31,6 +31,7 @@ _IPC_LAZY_PEER_ACCESS: Final = 1
 _SOURCE_ORDER_STREAM: Final = 1
 _ATTRIBUTE_LEGACY_IPC: Final = 10
 _ATTRIBUTE_COMPUTE_MODE: Final = 20
+_ATTRIBUTES_OF_WORDS: Final = (91, 122)  # host addresses serve as they are; streams write 64-bit words
 _COMPUTE_MODES: Final = {0: "default", 2: "prohibited", 3: "exclusive-process"}
 
 
@@ -64,6 +65,8 @@ class Driver(Protocol):
 
     batches: bool
     """Whether a set of copies can be submitted by one call (drivers since CUDA 12.8)."""
+    words: bool
+    """Whether a stream can write a word to host memory when it comes to it."""
 
     def gpus(self) -> list[GpuInfo]:
         """The GPUs that this process sees."""
@@ -132,6 +135,9 @@ class Driver(Protocol):
         self, destinations: Addresses, sources: Addresses, sizes: Addresses, stream: int, *, to_device: bool
     ) -> None:
         """Submit copies between pinned host memory and device memory, (n,) each, in no particular order."""
+
+    def write_word(self, stream: int, address: int, value: int) -> None:
+        """Have a 64-bit word of pinned host memory written once all that was enqueued on the stream before is done."""
 
     def read(self, destination: int, source: int, size: int) -> None:
         """Copy device memory to host memory and wait for it."""
@@ -204,6 +210,7 @@ _OPTIONAL: Final[dict[str, tuple[Any, ...]]] = {
     # Before CUDA 13 it also told which of the copies failed.
     "cuMemcpyBatchAsync": (_POINTER, _POINTER, _POINTER, _SIZE, _POINTER, _POINTER, _SIZE, _POINTER, _POINTER),
 }
+_WRITE_WORD: Final = "cuStreamWriteValue64_v2"
 
 FUNCTION_NAMES: Final = tuple(_FUNCTIONS)
 """What a library has to have to be taken for the driver's."""
@@ -238,6 +245,13 @@ class LibCuda:
             self._call("cuInit", 0)
         except CudaError as error:
             raise CudaUnavailableError(f"the CUDA driver cannot be used ({error})") from None
+        self.words = hasattr(self._library, _WRITE_WORD) and all(
+            self._integer("cuDeviceGetAttribute", attribute, self._integer("cuDeviceGet", ordinal))
+            for ordinal in range(self._integer("cuDeviceGetCount"))
+            for attribute in _ATTRIBUTES_OF_WORDS
+        )
+        if self.words:
+            self._declare(_WRITE_WORD, (_POINTER, _U64, _U64, _UINT))
         self._attributes = _Attributes(_SOURCE_ORDER_STREAM)
         self._first = ctypes.c_size_t(0)
         self._failed = ctypes.c_size_t(0)
@@ -412,6 +426,10 @@ class LibCuda:
             code = function(destination, source, size, stream)
             if code:
                 raise self._error("cuMemcpyAsync", code)
+
+    def write_word(self, stream: int, address: int, value: int) -> None:
+        """See `Driver`."""
+        self._call(_WRITE_WORD, stream, address, value, 0)
 
     def read(self, destination: int, source: int, size: int) -> None:
         """See `Driver`."""

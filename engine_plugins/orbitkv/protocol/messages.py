@@ -156,6 +156,18 @@ class RenewToken(Message, tag=8):
     token: bytes
 
 
+class JoinSession(Message, tag=70):
+    """This session belongs with another one of the same client, to which `boot_id` and `epoch` were said in `Welcome`.
+
+    Refused (STALE) as `agent-changed` if that was another boot of the agent, and as `stale-session` unless the other
+    session is open and of the same process and cache namespace. An agent of an earlier release does not know this
+    message and refuses it (INVALID).
+    """
+
+    boot_id: str
+    epoch: int
+
+
 # ---------------------------------------------------------------------------------------------- instance, registration
 
 
@@ -536,9 +548,9 @@ class ConfigureNamespace(Message, tag=62):
 
 
 Request = (
-    Hello | Ping | Goodbye | RenewToken | EngineReport | AttachInstance | Register | ChallengeMet | Unregister
-    | ProofReport | ResetInstance | Query | PollQuery | CancelQuery | Release | StartRestore | RestoreDone | SubmitSaves
-    | CommitSave | MapArenas | SyncArenas | TakeEvents | GetStatus | ConfigureNamespace
+    Hello | Ping | Goodbye | RenewToken | JoinSession | EngineReport | AttachInstance | Register | ChallengeMet
+    | Unregister | ProofReport | ResetInstance | Query | PollQuery | CancelQuery | Release | StartRestore | RestoreDone
+    | SubmitSaves | CommitSave | MapArenas | SyncArenas | TakeEvents | GetStatus | ConfigureNamespace
 )  # fmt: skip
 Reply = (
     Welcome | Refusal | Done | Pong | InstanceState | Registered | Challenge | ResetDone | Loading | Ready | Nothing

@@ -9,6 +9,7 @@ The first words of the region are counters of the session (`Header`).
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import mmap
 import os
@@ -20,6 +21,7 @@ from orbitkv.protocol.messages import RecordRef
 WORD_BYTES = 8
 SLOTS = 4096
 """Words in a region, the header's among them: 32 KiB."""
+REGION_BYTES = SLOTS * WORD_BYTES
 _F_SEAL_FUTURE_WRITE = 0x0010
 
 
@@ -53,12 +55,19 @@ class RecordState(IntEnum):
 
 
 class RecordWriter:
-    """The agent's side of one session's region. Used by the owner thread only."""
+    """The agent's side of one session's region. Used by the owner thread only.
+
+    Attributes:
+        address: where the region lies in this process: a GPU may be told to write a word of it.
+    """
 
     def __init__(self) -> None:
         self._fd = os.memfd_create("orbitkv-records", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self._fd, SLOTS * WORD_BYTES)
-        self._map = mmap.mmap(self._fd, SLOTS * WORD_BYTES)
+        os.ftruncate(self._fd, REGION_BYTES)
+        self._map = mmap.mmap(self._fd, REGION_BYTES)
+        self._start: ctypes.c_char | None = ctypes.c_char.from_buffer(self._map)
+        self.address = ctypes.addressof(self._start)
+        self._holders = 1
         fcntl.fcntl(
             self._fd,
             fcntl.F_ADD_SEALS,
@@ -84,11 +93,20 @@ class RecordWriter:
 
     def set(self, ref: RecordRef, state: RecordState) -> None:
         """Move an open record to `state`."""
-        self._words[ref.slot] = ref.generation << 8 | state
+        self._words[ref.slot] = self.word(ref, state)
+
+    @staticmethod
+    def word(ref: RecordRef, state: RecordState) -> int:
+        """The word that says of an open record that it is in `state`."""
+        return ref.generation << 8 | state
+
+    def place(self, ref: RecordRef) -> int:
+        """The address of a record's word."""
+        return self.address + ref.slot * WORD_BYTES
 
     def close(self, ref: RecordRef, state: RecordState) -> None:
         """Write the final state and give the slot back; readers keep seeing it until the slot is taken again."""
-        self._words[ref.slot] = ref.generation << 8 | state
+        self._words[ref.slot] = self.word(ref, state)
         self._free.append(ref.slot)
 
     def bump(self, counter: Header) -> None:
@@ -96,17 +114,28 @@ class RecordWriter:
         self._words[counter] += 1
 
     def destroy(self) -> None:
-        """Unmap and close; clients keep their own mapping."""
+        """Close, and unmap when nobody else holds the region; clients keep their own mapping."""
         self._words.release()
-        self._map.close()
         os.close(self._fd)
+        self.let_go()
+
+    def hold(self) -> None:
+        """Keep the region mapped until `let_go`: a GPU may write to it."""
+        self._holders += 1
+
+    def let_go(self) -> None:
+        """Undo `hold`."""
+        self._holders -= 1
+        if not self._holders:
+            self._start = None
+            self._map.close()
 
 
 class RecordReader:
     """The client's side: a read-only mapping of one region."""
 
     def __init__(self, fd: int) -> None:
-        self._map = mmap.mmap(fd, SLOTS * WORD_BYTES, prot=mmap.PROT_READ)
+        self._map = mmap.mmap(fd, REGION_BYTES, prot=mmap.PROT_READ)
         self.words = memoryview(self._map).cast("Q")
 
     def state(self, ref: RecordRef) -> RecordState | None:

@@ -10,7 +10,7 @@ from orbitkv_agent.cluster.admission import TokenAdmission
 from orbitkv_agent.cluster.apiserver import ApiError, Apiserver, Listing
 from orbitkv_agent.cluster.live import LiveFile
 from orbitkv_agent.cluster.metrics_gate import MetricsGate
-from orbitkv_agent.cluster.report import make_report
+from orbitkv_agent.cluster.report import awaited, make_report
 from orbitkv_agent.cluster.reports import Reporter
 from orbitkv_agent.cluster.reviews import Reviews
 from orbitkv_agent.cluster.settings import ClusterSettings
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MINUTE_S: Final = 60.0
+_LOOK_S: Final = 1.0
+"""A change that people wait for is reported this soon: where agents are many, the next report may be a minute away."""
 _END_S: Final = 5.0
 """Longest wait for the threads at the end."""
 
@@ -99,6 +101,7 @@ class Cluster:
             self._reporter = Reporter(settings, self._report, loop.post)
         self._last_hour = LastHour(agent.counters.demand)
         self._sequence = 0
+        self._awaited: object = None
 
     def start(self) -> None:
         """Begin to watch, to review, to report."""
@@ -110,6 +113,7 @@ class Cluster:
         self._count_minutes()
         if self._reporter is not None:
             self._reporter.start()
+            self._look(self._reporter)
 
     def stop(self) -> None:
         """End the threads. (One that waits for the apiserver is left to end by itself.)"""
@@ -160,6 +164,13 @@ class Cluster:
             del demand[name]  # of a cache namespace that is gone
         self._last_hour.minute_passed()
         self._agent.loop.call_later(_MINUTE_S, self._count_minutes)
+
+    def _look(self, reporter: Reporter) -> None:
+        now = awaited(self._agent, self.admission, self.not_ready, self._live.digest, self.problems)
+        if now != self._awaited:
+            self._awaited = now
+            reporter.soon()
+        self._agent.loop.call_later(_LOOK_S, lambda: self._look(reporter))
 
     def _report(self) -> Report:
         self._sequence += 1

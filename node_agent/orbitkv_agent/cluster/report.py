@@ -97,6 +97,22 @@ def make_report(
     return report
 
 
+def awaited(
+    agent: Agent, admission: TokenAdmission, not_ready: str, live_digest: str, problems: Sequence[tuple[str, str]]
+) -> object:
+    """Return what people may wait to see in a status: equal as long as nothing of it has changed. It costs far less
+    than a report."""
+    return (
+        agent.draining,
+        bool(not_ready),
+        agent.gpu_count,
+        live_digest,
+        [reason for reason, _ in problems],  # their words may differ each time
+        [(each.namespace, each.name, each.sealed, each.off) for each in agent.instances],
+        admission.visits.words(),
+    )
+
+
 def _visit(seen: Seen) -> pb.PodVisit:
     visit, word = seen.visit, seen.word
     return pb.PodVisit(

@@ -26,7 +26,8 @@ _LONGEST_S: Final = 120.0
 
 
 class Reporter:
-    """Pushes a report at once and then every interval, give or take a fifth; less often while nobody takes it.
+    """Pushes a report at once, then every interval, give or take a fifth, and when `soon` says so; less often while
+    nobody takes it.
 
     The connection is kept from push to push, as opening one costs the operator more than a report, and is opened anew
     when it fails or the certificate authority on disk is another one. The token is read for each push.
@@ -101,7 +102,10 @@ class Reporter:
         self._disconnect()
 
     def _wait(self) -> None:
-        wait_s = self._interval_s * random.uniform(0.8, 1.2)
+        interval_s = self._interval_s
+        if self._failures:  # an operator that has begun anew is to hear of everybody, however seldom it was told before
+            interval_s = min(interval_s, self._settings.reports_interval_seconds)
+        wait_s = interval_s * random.uniform(0.8, 1.2)
         if self._failures > 1:
             wait_s = min(wait_s * 2.0 ** min(self._failures - 1, 8), _LONGEST_S)
             self._wake.clear()  # what changes does not matter to who does not listen

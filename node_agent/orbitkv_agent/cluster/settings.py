@@ -53,7 +53,10 @@ class ClusterSettings(BaseModel):
         description="File with the token that the agent shows to that server.",
     )
     reports_interval_seconds: float = Field(
-        default=15.0, gt=0, le=3600, description="Time between two reports, give or take a fifth."
+        default=15.0,
+        gt=0,
+        le=3600,
+        description="Time between two reports, give or take a fifth, until the operator asks for another.",
     )
     kubeconfig: str = Field(
         default="", description="File that says how to reach the apiserver. Empty: the pod's service account."

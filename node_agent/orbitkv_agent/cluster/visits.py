@@ -124,6 +124,10 @@ class Visits:
         if not visit.sessions and visit.said.state is not State.OFF:
             visit.said = Word(State.LEFT, reason, message[:_LONGEST])
 
+    def words(self) -> dict[str, tuple[State, str, bool]]:
+        """What was said of each pod, and whether it has a session; what its engines do beyond that is theirs to say."""
+        return {uid: (it.said.state, it.said.reason, bool(it.sessions)) for uid, it in self._by_uid.items()}
+
     def seen(self, instances: Iterable[Instance], now: float) -> Iterator[Seen]:
         """Say what became of each pod; those that were not heard of for long are forgotten."""
         theirs: dict[Session, list[Instance]] = {}

@@ -31,6 +31,14 @@ class CopyPart:
     offsets: npt.NDArray[np.integer[Any]]
 
 
+@dataclass(frozen=True, slots=True)
+class Word:
+    """A 64-bit word in the completion records of the session that registered: its address, and what to write there."""
+
+    address: int
+    value: int
+
+
 class Copy(Protocol):
     """A copy that the agent makes itself."""
 
@@ -49,10 +57,11 @@ class Copier(Protocol):
         *,
         to_engine: bool,
         landed: Callable[[], None] | None = None,
+        word: Word | None = None,
     ) -> Copy:
         """Start a copy. `ended` is called once on the owner thread, when no byte of it moves any more: with "" when
         all of it is in place, otherwise with the reason. `landed` is called before that, on another thread, as soon as
-        all of it is in place."""
+        all of it is in place; before even that, a device that can writes `word` itself."""
 
     def lane(self, registration: Registration) -> object:
         """What the number of restores in flight is limited for."""

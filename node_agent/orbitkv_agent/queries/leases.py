@@ -7,7 +7,10 @@ import secrets
 from enum import Enum
 from typing import TYPE_CHECKING, Final
 
-from orbitkv.protocol.messages import LeasedPages, PagePlaces
+import numpy as np
+import numpy.typing as npt
+
+from orbitkv.protocol.messages import LeasedPages
 from orbitkv_agent.guards import guard
 from orbitkv_agent.store.index import entries_of
 
@@ -53,13 +56,12 @@ class PinnedPages:
             for run in self._runs:
                 self._cache.demand_hit(entries_of(run))
 
-    def places(self, shard: int) -> list[PagePlaces]:
-        """Where the pages of one shard lie, by group."""
-        found = []
-        for leased, run in zip(self.pages, self._runs, strict=True):
-            arenas, offsets = self._cache.places(entries_of(run), shard)
-            found.append(PagePlaces(leased.group, arenas.astype("<u4").tobytes(), offsets.astype("<u8").tobytes()))
-        return found
+    def places(self, shard: int) -> list[tuple[int, npt.NDArray[np.uint32], npt.NDArray[np.uint64]]]:
+        """Where the pages of one shard lie: (group, arena ids, byte offsets), a group at a time."""
+        return [
+            (leased.group, *self._cache.places(entries_of(run), shard))
+            for leased, run in zip(self.pages, self._runs, strict=True)
+        ]
 
     def let_go(self) -> None:
         """One holder less; the last one unpins."""

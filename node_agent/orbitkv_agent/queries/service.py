@@ -148,8 +148,6 @@ class QueryService:
         """Bind a live lease to a restore; its operation no longer counts as outstanding."""
         operation = lease.operation
         self.leases.consume(lease)
-        if operation.proving is None:  # a proof is no demand
-            lease.pages.use()
         if guard("budget-drain"):
             lease.charge.move(Phase.RESTORING)
         else:
@@ -160,6 +158,12 @@ class QueryService:
         if not any(each.live for each in operation.leases):
             self._answered.discard(operation)
             self._forget(operation)
+
+    def consumed(self, lease: Lease) -> None:
+        """What follows from `consume` and can wait until the copy is on its way: the lease's pages are in demand, and
+        others may have their turn."""
+        if lease.operation.proving is None:  # a proof is no demand
+            lease.pages.use()
         self._turns.pump()
 
     def end_consumed(self, lease: Lease) -> None:

@@ -19,13 +19,13 @@ import msgspec
 
 from orbitkv.protocol import framing
 from orbitkv.protocol.errors import ErrorKind
-from orbitkv.protocol.messages import Hello, Refusal, Welcome
+from orbitkv.protocol.messages import Done, Hello, JoinSession, Refusal, Reply, Welcome
 from orbitkv.protocol.versions import MESSAGES, PAGE_IMAGE, RECORDS, RELEASE, VersionRange, settle
 from orbitkv_agent.guards import guard
 from orbitkv_agent.loop import Deadlines, Loop
 from orbitkv_agent.observe.counters import Counters
 from orbitkv_agent.sessions.admission import Admission, Grant
-from orbitkv_agent.sessions.errors import Refused, Rejected, bad_frame
+from orbitkv_agent.sessions.errors import Refused, Rejected, bad_frame, stale
 from orbitkv_agent.sessions.limits import Connections
 from orbitkv_agent.sessions.peers import peer_of
 from orbitkv_agent.sessions.session import Session, SessionEvents
@@ -404,3 +404,15 @@ class Server(SessionEvents):
             (records.fd, session.hint_fd, self._pidfd),
         )
         logger.info("%s opened for cache namespace %r", session, hello.cache_namespace)
+
+    def join(self, session: Session, message: JoinSession) -> Reply:
+        """Say whether the session that this one is to belong with is one of the same client, and open.
+
+        The answer is the same for another client's session and for one that there never was.
+        """
+        if message.boot_id != self._boot_id and guard("boot-ids"):
+            raise stale("agent-changed: the agent restarted since, and all that it had given out is gone: attach anew")
+        for other in self.sessions:
+            if other.epoch == message.epoch and other.is_open and other.same_client(session):
+                return Done()
+        raise stale(f"stale-session: this client has no open session {message.epoch}: attach anew")

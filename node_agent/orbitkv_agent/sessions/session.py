@@ -13,7 +13,7 @@ import os
 import select
 import socket
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -41,7 +41,8 @@ _READABLE: Final = select.EPOLLIN | select.EPOLLHUP | select.EPOLLERR
 _WRITABLE: Final = select.EPOLLOUT
 _FRAMES_A_TURN: Final = 32
 """Requests of one session that are served in a row: a flood of small ones must not keep the others waiting."""
-_ALL: Final = 1 << 30
+_TURN_S: Final = 0.001
+"""Nor a few large ones: after this long the next one waits for another turn. (A step waits 5 ms for its answer.)"""
 _LAST_READS: Final = 64
 """Reads of what a process left in the socket when it exited."""
 
@@ -117,6 +118,8 @@ class Session:
         self._socket = connection
         self._reader = framing.FrameReader(framing.MAX_HELLO_BYTES)
         self._backlog: deque[tuple[int, bytes | memoryview]] = deque()
+        self._steps: Generator[None] | None = None
+        self._exited = False
         self._outbox: deque[tuple[memoryview, Sequence[int]]] = deque()
         self._outbox_bytes = 0
         connection.setblocking(False)
@@ -136,6 +139,11 @@ class Session:
     def is_open(self) -> bool:
         """Whether the handshake is done and requests are served."""
         return self.state is SessionState.OPEN and self.namespace is not None
+
+    def same_client(self, other: Session) -> bool:
+        """Whether both are of one process, as far as the kernel can tell, and of one cache namespace."""
+        here, there = (self.namespace, self.peer.process), (other.namespace, other.peer.process)
+        return here == there or not guard("own-session")
 
     def open(self, namespace: str, client: str) -> RecordWriter:
         """Accept the handshake; return the records that the client will read."""
@@ -225,11 +233,11 @@ class Session:
     def _on_socket(self, events: int) -> None:
         if events & _WRITABLE:
             self._flush()
-        if events & _READABLE and self.state is SessionState.OPEN and not self._backlog:
-            self._read(_FRAMES_A_TURN)
+        if events & _READABLE and self.state is SessionState.OPEN and not self._backlog and self._steps is None:
+            self._read(whole=False)
 
-    def _read(self, most: int) -> bool:
-        """Take one piece of input and serve `most` requests of it, the rest later; return whether there may be more."""
+    def _read(self, *, whole: bool) -> bool:
+        """Take one piece of input and serve a turn of it, or the whole; return whether there may be more."""
         buffer = self._loop.scratch
         try:
             size = self._socket.recv_into(buffer)  # not recvmsg: descriptors that a client sends are dropped
@@ -249,35 +257,69 @@ class Session:
             self.end_stream(refusal.reason)
             return False
         self.last_heard = self._loop.now()
-        if len(frames) > most:
-            self._backlog.extend(frames[most:])  # of several frames the bodies are their own
-            del frames[most:]
-            self._loop.post(self._go_on)
-        return self._serve(frames)
+        self._backlog.extend(frames)  # of several frames the bodies are their own; one alone is served now
+        self._serve(whole=whole)
+        return self.state is SessionState.OPEN
 
-    def _serve(self, frames: Iterable[tuple[int, bytes | memoryview]]) -> bool:
-        for sequence, body in frames:
-            self._events.frame(self, sequence, body)
-            if self.state is not SessionState.OPEN:
-                self._backlog.clear()
-                return False
-        return True
+    def _serve(self, *, whole: bool) -> None:
+        """Serve a turn of the requests that have come, or all; the rest after everybody else has had a turn."""
+        backlog, served = self._backlog, 0
+        end = self._loop.now() + _TURN_S
+        try:
+            while backlog and self._steps is None:
+                if served and not whole and (served == _FRAMES_A_TURN or self._loop.now() >= end):
+                    break
+                served += 1
+                sequence, body = backlog.popleft()
+                self._events.frame(self, sequence, body)
+                if self.state is not SessionState.OPEN:
+                    backlog.clear()
+        finally:  # whatever became of these
+            if backlog and self._steps is None:
+                self._loop.post(self._go_on)
+
+    def work_on(self, steps: Generator[None]) -> None:
+        """Carry on with a request in several turns, each up to the next `yield`; requests after it wait.
+
+        When the session ends before it, `steps` are closed.
+        """
+        if self._exited:
+            steps.close()  # nobody is left to use what it would grant
+        else:
+            self._step(steps)
+
+    def _step(self, steps: Generator[None]) -> None:
+        for _ in steps:
+            if self.state is SessionState.OPEN:
+                self._steps = steps
+                self._loop.post(self._go_on)
+            else:
+                steps.close()
+            return
 
     def _go_on(self) -> None:
-        """Serve the next requests of a piece that came at once, after everybody else has had a turn."""
-        if self.state is not SessionState.OPEN or not self._backlog:
+        """Go on with a request that takes several turns, or else with the next ones of a piece that came at once."""
+        steps, self._steps = self._steps, None
+        if steps is None:
+            if self.state is SessionState.OPEN:
+                self._serve(whole=False)
             return
-        frames = [self._backlog.popleft() for _ in range(min(len(self._backlog), _FRAMES_A_TURN))]
-        if self._backlog:
-            self._loop.post(self._go_on)  # now: whatever becomes of these, the others have their turn
-        self._serve(frames)
+        self._step(steps)
+        if self._backlog and self._steps is None:
+            self._loop.post(self._go_on)
+
+    def _drop_steps(self) -> None:
+        steps, self._steps = self._steps, None
+        if steps is not None:
+            steps.close()
 
     def _on_exit(self, _events: int) -> None:
+        self._exited = True
+        self._drop_steps()
         if self.state is SessionState.OPEN:
-            left, self._backlog = self._backlog, deque()
-            self._serve(left)
+            self._serve(whole=True)
         for _ in range(_LAST_READS):
-            if self.state is not SessionState.OPEN or not self._read(_ALL):
+            if self.state is not SessionState.OPEN or not self._read(whole=True):
                 break
         self.close()
 
@@ -300,6 +342,7 @@ class Session:
                 os.close(fd)
         self._outbox.clear()
         self._outbox_bytes = 0
+        self._drop_steps()
         self._events.stream_ended(self, reason)
         # The end of a stream proves nothing about the copies of the process that had it.
         if not self.holds_memory or not guard("held-copies"):

@@ -19,6 +19,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from orbitkv.scheduling import LONG_SLICE_S, use_slices
 from orbitkv_agent.store.extents import UNIT_BYTES, ExtentAllocator
 from orbitkv_agent.store.memory import lazy_zeros
 
@@ -104,6 +105,7 @@ class _Worker:
             self._thread.join()
 
     def _run(self) -> None:
+        use_slices(LONG_SLICE_S)
         while (job := self._jobs.get()) is not None:
             job()
 

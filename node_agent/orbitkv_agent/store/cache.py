@@ -23,7 +23,7 @@ from orbitkv_agent.store.index import (
     rows_of,
     units_of,
 )
-from orbitkv_agent.store.memory import distinct
+from orbitkv_agent.store.memory import distinct, some
 from orbitkv_agent.store.namespaces import NONE, RETAINED, Namespace, NamespaceCounters, RetentionClass
 from orbitkv_agent.store.reclaim import Reclaimer
 from orbitkv_agent.store.residency import PageRun, Residency
@@ -34,22 +34,22 @@ _NO_ENTRIES: Entries = np.zeros(0, np.int64)
 
 
 class Reservation:
-    """Places for pages of one save, group and shard; each is committed or aborted exactly once.
+    """Places for pages of one save, group and shard, to be committed or aborted once.
 
     `positions` are the indices of the hashes that got a page, ascending; page i of the others is that of hash
-    `positions[i]`. Nobody else can get these places while the page is open, and nobody sees the entries because of it.
+    `positions[i]`. Nobody else can get these places while it is open, and nobody sees the entries because of it.
     """
 
     __slots__ = (
         "arena_ids",
         "dropped",
-        "entries",
         "group",
         "in_flight",
         "offsets",
         "open",
         "positions",
         "present",
+        "run",
         "shard",
     )
 
@@ -58,7 +58,7 @@ class Reservation:
         group: Group,
         shard: int,
         positions: npt.NDArray[np.uint32],
-        entries: Entries,
+        run: Run,
         places: npt.NDArray[np.int64],
         *,
         present: int,
@@ -68,12 +68,12 @@ class Reservation:
         self.group = group
         self.shard = shard
         self.positions = positions
-        self.entries = entries
+        self.run = run
         self.arena_ids: npt.NDArray[np.uint32] = arena_ids_of(places).astype(np.uint32)
-        self.offsets: npt.NDArray[np.uint64] = (units_of(places) * UNIT_BYTES).astype(np.uint64)
+        self.offsets: npt.NDArray[np.uint64] = (units_of(places) * UNIT_BYTES).view(np.uint64)
         """In bytes, in the arena."""
-        self.open = np.ones(len(entries), np.bool_)
-        """Pages neither committed nor aborted."""
+        self.open = True
+        """Neither committed nor aborted."""
         self.present = present
         """Pages that were there already."""
         self.in_flight = in_flight
@@ -82,12 +82,23 @@ class Reservation:
         """Pages that could not be had, by reason: `quota`, `pool_full`. They are the last of the hashes."""
 
     def __len__(self) -> int:
-        return len(self.entries)
+        return len(self.run)
+
+    @property
+    def entries(self) -> Entries:
+        """Those that get the pages."""
+        return entries_of(self.run)
 
     @property
     def padded_bytes(self) -> int:
         """What the pages take in the pool."""
-        return len(self.entries) * self.group.page_units[self.shard] * UNIT_BYTES
+        return len(self.run) * self.group.page_units[self.shard] * UNIT_BYTES
+
+    def close(self) -> None:
+        """It is committed or aborted now. Raises ValueError if it was before."""
+        if not self.open:
+            raise ValueError("This reservation was committed or aborted before.")
+        self.open = False
 
 
 class PageCache:
@@ -269,6 +280,20 @@ class PageCache:
 
     # ---- saves
 
+    def make_room(self, key_space: KeySpace, group: int, hashes: bytes, shard: int, page_bytes: int) -> bool:
+        """Get an arena, or evict, as `reserve` would have to, so that it is done in another turn; whether it was."""
+        self.arenas.poll()
+        namespace, units = key_space.namespace, -(-page_bytes // UNIT_BYTES)
+        if key_space.closed or self._reclaimer.has_room(namespace, len(hashes) // key_space.hash_bytes, units):
+            return False
+        keys = np.frombuffer(key_space.padded(hashes), np.uint64).reshape(-1, KEY_WORDS)
+        found = self._index.find(key_space.group(group), keys)
+        state = self._entries.places(shard)[found]
+        kept = distinct(found[state > 0])
+        if len(kept):
+            self._residency.mention(namespace, kept[::-1])
+        return self._reclaimer.make_room(namespace, int(np.count_nonzero(state == 0)), units)
+
     def reserve(self, key_space: KeySpace, group: int, hashes: bytes, shard: int, page_bytes: int) -> Reservation:
         """Get places for the pages of `shard` that are neither kept nor being written already, first hashes first.
 
@@ -286,16 +311,16 @@ class PageCache:
         found = self._index.find(known, keys, tags)
         first = _first_occurrences(keys)
         kept = _NO_ENTRIES
-        all_new = first is None and not found.any()  # the usual case, which is worth some lines of its own
+        all_new = first is None and not some(found)  # the usual case, which is worth some lines of its own
         if all_new:
-            wanted = np.arange(len(keys))
+            wanted = np.arange(len(keys), dtype=np.uint32)
         else:
             state = self._entries.places(shard)[found]
             absent, present = state == 0, state > 0
             if first is not None:
                 absent &= first
                 present &= first
-            wanted, kept = np.flatnonzero(absent), found[present]
+            wanted, kept = np.flatnonzero(absent).astype(np.uint32), found[present]
             if len(kept):
                 self._residency.mention(key_space.namespace, kept[::-1])
             existing = found[wanted]
@@ -305,11 +330,11 @@ class PageCache:
         granted = len(places)
         chosen = wanted[:granted]
         if all_new:
-            entries = self._add(known, keys[:granted], tags[:granted])
+            run = self._index.add(known, keys[:granted], tags[:granted])
         else:
             self._let_go(existing[granted:])
-            entries = self._add_missing(known, existing[:granted], keys[chosen], tags[chosen])
-        self._fill_in(known, shard, entries, runs, places)
+            run = self._add_missing(known, existing[:granted], keys[chosen], tags[chosen])
+        self._fill_in(known, shard, run, runs, places)
         dropped = {} if granted == len(wanted) else {reason: len(wanted) - granted}
         counters = key_space.namespace.counters
         counters.dropped_quota += dropped.get("quota", 0)
@@ -317,48 +342,52 @@ class PageCache:
         return Reservation(
             known,
             shard,
-            chosen.astype(np.uint32),
-            entries,
+            chosen,
+            run,
             places,
             present=len(kept),
             in_flight=len(found) - len(kept) - len(wanted),
             dropped=dropped,
         )
 
-    def commit(self, reservation: Reservation, indices: npt.NDArray[np.int64] | None = None) -> None:
-        """The bytes of these pages of a reservation (all open ones if None) are in place.
+    def commit(self, reservation: Reservation) -> None:
+        """The bytes of a reservation's pages are in place. An entry becomes visible with its last shard.
 
-        An entry becomes visible with its last shard. Raises ValueError, and changes nothing, for a page that was
-        committed or aborted before.
+        Raises ValueError, and changes nothing, if it was committed or aborted before.
         """
-        chosen = _close_pages(reservation, indices)
-        entries = reservation.entries[chosen]
+        reservation.close()
+        entries, rows = reservation.entries, rows_of(reservation.run)
         if not len(entries):
             return
         table, group = self._entries, reservation.group
-        namespace = group.key_space.namespace
+        namespace, shards = group.key_space.namespace, group.key_space.shards
         column = table.places(reservation.shard)
-        column[entries] = -column[entries]
-        table.pending[entries] -= 1
-        table.committed[entries] += 1
-        fresh = entries[table.retention[entries] == NONE]
-        if len(fresh):
-            self._residency.set_class(namespace, fresh, namespace.insert_class)
+        column[rows] = -column[rows]
+        table.pending[rows] -= 1
+        table.committed[rows] += 1
+        fresh = table.retention[rows] == NONE
+        if some(fresh):
+            self._residency.set_class(namespace, entries[fresh], namespace.insert_class)
         if group.key_space.closed:
             self._residency.settle(entries)
             return
         self._residency.mention(namespace, entries[::-1])
-        complete = entries[table.committed[entries] == group.key_space.shards] if guard("all-shards") else entries
-        table.visible[complete] = group.owner
-        namespace.counters.insertions += len(complete)
-        if len(complete) and self.on_inserted:
-            hashes = group.key_space.hashes(complete)
+        if shards > 1 and guard("all-shards"):
+            entries = rows = entries[table.committed[entries] == shards]
+        table.visible[rows] = group.owner
+        namespace.counters.insertions += len(entries)
+        if len(entries) and self.on_inserted:
+            hashes = group.key_space.hashes(entries)
             for listener in self.on_inserted:
                 listener(group.key_space, group.number, hashes)
 
     def abort(self, reservation: Reservation) -> None:
-        """Give back the open pages of a reservation: nothing of theirs will be written any more."""
-        entries = reservation.entries[_close_pages(reservation, None)]
+        """Give back the pages of a reservation: nothing of theirs will be written any more.
+
+        Raises ValueError, and changes nothing, if it was committed or aborted before.
+        """
+        reservation.close()
+        entries = reservation.entries
         if not len(entries):
             return
         table, group = self._entries, reservation.group
@@ -371,12 +400,12 @@ class PageCache:
 
     def _hold(self, entries: Entries) -> None:
         """Making room does not evict these (0 for none): they get another shard's page."""
-        if entries.any():
+        if some(entries):
             self._entries.pending[entries[entries != 0]] += 1
 
     def _let_go(self, entries: Entries) -> None:
         """Undo `_hold`, where there was no room."""
-        if entries.any():
+        if some(entries):
             refused = entries[entries != 0]
             self._entries.pending[refused] -= 1
             self._residency.settle(refused)
@@ -385,22 +414,15 @@ class PageCache:
         """The entries of keys: held ones, and new ones where there is none (0)."""
         missing = existing == 0
         entries = existing.copy()
-        entries[missing] = self._add(group, keys[missing], tags[missing])
+        entries[missing] = entries_of(self._index.add(group, keys[missing], tags[missing]))
         return entries
 
-    def _add(self, group: Group, keys: Keys, tags: Entries) -> Entries:
-        """New entries that wait for their first page."""
-        fresh = self._index.add(group, keys, tags)
-        self._entries.pending[fresh] = 1
-        return fresh
-
-    def _fill_in(
-        self, group: Group, shard: int, entries: Entries, runs: list[PageRun], places: npt.NDArray[np.int64]
-    ) -> None:
+    def _fill_in(self, group: Group, shard: int, run: Run, runs: list[PageRun], places: npt.NDArray[np.int64]) -> None:
         """Write reserved places into the table."""
         units = group.page_units[shard]
-        self._entries.places(shard)[entries] = -places
-        self._entries.units[entries] += units
+        entries, rows = entries_of(run), rows_of(run)
+        self._entries.places(shard)[rows] = -places
+        self._entries.units[rows] += units
         group.pages[shard] += len(entries)
         start = 0
         for arena, first, pages in runs:
@@ -483,7 +505,7 @@ def _fix_page_size(group: Group, shard: int, page_bytes: int) -> int:
 def _first_occurrences(keys: Keys) -> npt.NDArray[np.bool_] | None:
     """Where a key is named for the first time; None when all are distinct."""
     words = np.sort(keys[:, 0])
-    if not (words[1:] == words[:-1]).any():
+    if not some(words[1:] == words[:-1]):
         return None
     first = np.ones(len(keys), np.bool_)
     seen: set[bytes] = set()
@@ -497,18 +519,5 @@ def _places(runs: list[PageRun], units: int) -> npt.NDArray[np.int64]:
     """Places of the pages of runs, one after another."""
     if not runs:
         return np.zeros(0, np.int64)
-    return np.concatenate(
-        [place_of(arena.id, np.arange(first, first + pages * units, units)) for arena, first, pages in runs]
-    )
-
-
-def _close_pages(reservation: Reservation, indices: npt.NDArray[np.int64] | None) -> npt.NDArray[np.int64]:
-    """Mark pages as no longer open; all that are if `indices` is None."""
-    if indices is None:
-        chosen = np.flatnonzero(reservation.open)
-    else:
-        chosen = np.asarray(indices, np.int64)
-        if not reservation.open[chosen].all() or len(distinct(chosen)) < len(chosen):
-            raise ValueError("A page of this reservation was committed or aborted before.")
-    reservation.open[chosen] = False
-    return chosen
+    pieces = [place_of(arena.id, np.arange(first, first + pages * units, units)) for arena, first, pages in runs]
+    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)

@@ -7,7 +7,7 @@ from bisect import bisect_left, insort
 import numpy as np
 import numpy.typing as npt
 
-from orbitkv_agent.store.memory import lazy_zeros
+from orbitkv_agent.store.memory import lazy_zeros, some
 
 UNIT_BYTES = 4096
 """Pages are padded to this size; places in an arena are counted in it."""
@@ -108,7 +108,7 @@ class ExtentAllocator:
         wrong = self._tags[starts + 1] != units
         steps = np.diff(starts)
         wrong[1:] |= steps == 0
-        if wrong.any():
+        if some(wrong):
             raise _not_allocated(int(starts[wrong][0]), units)
         self._tags[starts + 1] = 0
         firsts = np.concatenate(([0], np.flatnonzero(steps != units) + 1))

@@ -8,7 +8,7 @@ import struct
 import numpy as np
 import numpy.typing as npt
 
-from orbitkv_agent.store.memory import lazy_zeros
+from orbitkv_agent.store.memory import lazy_zeros, some
 
 KEY_BYTES = 32
 """Room for one engine hash; shorter ones are padded with zeros."""
@@ -101,13 +101,13 @@ class HashTable:
         slots = self._slots.take(buckets, axis=0)
         # What remains is the bare index where the tags are equal, and something larger than any index elsewhere.
         slots ^= (tags << _INDEX_BITS)[:, None]
+        if not (some(slots <= _INDEX_MASK) or (self._spills and some(self._spilled.take(buckets)))):
+            return np.zeros(len(keys), np.int64)
         found: Indices = slots.min(axis=1)
         found[found > _INDEX_MASK] = 0
-        if not (found.any() or (self._spills and self._spilled[buckets].any())):
-            return found
         other_key = self._keys.take(found, axis=0) != keys
         other_owner = self._owners.take(found) != owner
-        if other_key.any() or other_owner.any():
+        if some(other_key) or some(other_owner):
             wrong = np.flatnonzero(other_key.any(axis=1) | other_owner)
             # Absent, unless hidden by a smaller index under the same tag or beyond the slots of its bucket.
             doubtful = wrong[(found[wrong] != 0) | self._spilled[buckets[wrong]]]
@@ -130,32 +130,37 @@ class HashTable:
         """Remove distinct entries; their key and owner must still be in the columns."""
         tags = self._tags_of(entries)
         buckets = self._bucket(tags)
-        matches = (self._slots[buckets] & _INDEX_MASK) == entries[:, None]
-        column = matches.argmax(axis=1)
-        placed = matches[np.arange(len(entries)), column]
-        self._slots[buckets[placed], column[placed]] = 0
-        spilt = tags[~placed] << _INDEX_BITS | entries[~placed]
-        for bucket, slot in zip(buckets[~placed].tolist(), spilt.tolist(), strict=True):
+        slots = tags << _INDEX_BITS | entries
+        places = (self._slots.take(buckets, axis=0) == slots[:, None]).argmax(axis=1)
+        places += buckets * _SLOTS
+        elsewhere = self._flat_slots.take(places) != slots
+        if some(elsewhere):
+            self._remove_spilt(buckets[elsewhere], slots[elsewhere])
+            places = places[~elsewhere]
+        self._flat_slots[places] = 0
+        self.count -= len(entries)
+
+    def _remove_spilt(self, buckets: Indices, slots: Indices) -> None:
+        for bucket, slot in zip(buckets.tolist(), slots.tolist(), strict=True):
             rest = self._spills[bucket]
             rest.remove(slot)
             if not rest:
                 del self._spills[bucket]
                 self._spilled[bucket] = False
-        self.count -= len(entries)
 
     def _place(self, buckets: Indices, slots: Indices) -> None:
         """Write each slot into an empty place of its bucket, or into the bucket's list if there is none."""
         while len(slots):
-            empty = self._slots.take(buckets, axis=0) == 0
-            places = buckets * _SLOTS + empty.argmax(axis=1)
-            roomy = empty.any(axis=1)
-            if not roomy.all():
-                self._spill(buckets[~roomy], slots[~roomy])
-                buckets, slots, places = buckets[roomy], slots[roomy], places[roomy]
+            places = (self._slots.take(buckets, axis=0) == 0).argmax(axis=1)  # the first empty one, if there is one
+            places += buckets * _SLOTS
+            full = self._flat_slots.take(places) != 0
+            if some(full):
+                self._spill(buckets[full], slots[full])
+                buckets, slots, places = buckets[~full], slots[~full], places[~full]
             self._flat_slots[places] = slots
             # Of several that went for the same place the last one has it; the others try again.
             lost = self._flat_slots.take(places) != slots
-            if not lost.any():
+            if not some(lost):
                 break
             buckets, slots = buckets[lost], slots[lost]
 

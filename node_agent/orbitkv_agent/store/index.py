@@ -77,16 +77,20 @@ class EntryTable:
             column = self._places[shard] = lazy_zeros(self.capacity + 1, np.int64)
         return column
 
-    def take_rows(self, count: int) -> Entries:
+    def take_rows(self, count: int) -> Run:
         """Take `count` free rows, in long ascending runs where possible: these make look-ups of prefixes fast."""
         reused = min(count, self._free_count)
+        fresh = self._fresh
+        self._fresh += count - reused
+        if not reused:
+            return range(fresh, self._fresh)
         self._free_count -= reused
         rows = np.empty(count, np.int64)
         rows[:reused] = self._free[self._free_count : self._free_count + reused]
         rows[:reused].sort()
-        rows[reused:] = np.arange(self._fresh, self._fresh + count - reused)
-        self._fresh += count - reused
-        return rows
+        rows[reused:] = np.arange(fresh, self._fresh)
+        first, last = int(rows[0]), int(rows[-1])
+        return range(first, last + 1) if last - first == count - 1 else rows
 
     def free_rows(self, rows: Entries) -> None:
         """Clear rows and make them available; handles to them are stale from now on."""
@@ -286,14 +290,19 @@ class Index:
         """Entries of keys, whatever their state, shape (n,); 0 where there is none."""
         return self._table.find(keys, group.owner, tags)
 
-    def add(self, group: Group, keys: Keys, tags: Indices) -> Entries:
-        """New entries for distinct keys that have none. Each gets a page: the rows last as long as the pages do."""
-        rows = self.entries.take_rows(len(keys))
+    def add(self, group: Group, keys: Keys, tags: Indices) -> Run:
+        """New entries, waiting for their first page, for distinct keys that have none.
+
+        Each gets a page: the rows last as long as the pages do.
+        """
+        run = self.entries.take_rows(len(keys))
+        rows = rows_of(run)
         self.entries.keys[rows] = keys
         self.entries.owner[rows] = group.owner
-        self._table.insert(rows, tags)
-        group.entries += len(rows)
-        return rows
+        self.entries.pending[rows] = 1
+        self._table.insert(entries_of(run), tags)
+        group.entries += len(run)
+        return run
 
     def remove(self, group: Group, entries: Entries) -> None:
         """Remove entries of one group; their pages were released."""

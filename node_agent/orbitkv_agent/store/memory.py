@@ -31,6 +31,11 @@ def lazy_zeros(shape: int | tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArra
     return np.frombuffer(memory, dtype=kind, count=count).reshape(dimensions)
 
 
+def some(values: npt.NDArray[Any]) -> bool:
+    """Whether any of `values` is not zero. `any()` says the same and takes five times as long for a small array."""
+    return bool(np.count_nonzero(values))
+
+
 def distinct(numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """Each number once, ascending. `numpy.unique` does the same and imports half of numpy at its first call."""
     ordered = np.sort(numbers)

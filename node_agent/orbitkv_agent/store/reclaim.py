@@ -83,6 +83,35 @@ class Reclaimer:
             self._look_ahead(namespace)
         return runs, "pool_full" if missing else reason
 
+    def make_room(self, namespace: Namespace, count: int, units: int) -> bool:
+        """Do ahead what `obtain` would have to for as much: get an arena, or evict one batch; whether that was done."""
+        over = _over_quota(namespace, count, units)
+        if over > 0:
+            return self._evict(namespace, over)
+        lacking = self._lacking(namespace, count, units)
+        if lacking <= 0:
+            return False
+        if self._add_arena(namespace):
+            return True
+        # While an arena is being faulted in, memory is on its way.
+        if self._arenas.is_preparing(namespace.name) or not self._evict(namespace, lacking):
+            return False
+        self._want_arena(namespace)
+        return True
+
+    def has_room(self, namespace: Namespace, count: int, units: int) -> bool:
+        """Whether `count` pages of `units` units need neither an arena nor evictions, as far as can be told."""
+        return _over_quota(namespace, count, units) <= 0 and self._lacking(namespace, count, units) <= 0
+
+    def _lacking(self, namespace: Namespace, count: int, units: int) -> int:
+        """Units that the namespace's arenas have too few."""
+        for arena in reversed(self._arenas.of(namespace.name)):
+            if count <= 0:
+                break
+            if arena.allocatable:
+                count -= arena.allocator.available_pages(units)
+        return count * units
+
     def prepare(self, namespace: Namespace) -> None:
         """Have the first arena of a namespace faulted in before the first page comes."""
         self._asked.add(namespace.name)
@@ -102,9 +131,9 @@ class Reclaimer:
         if namespace.quota_bytes is None:
             return count, "pool_full"
         size = units * UNIT_BYTES
-        over = namespace.used_bytes + count * size - namespace.quota_bytes
+        over = _over_quota(namespace, count, units)
         if over > 0:
-            self._evict(namespace, -(-over // UNIT_BYTES))
+            self._evict(namespace, over)
         allowed = max(0, min(count, (namespace.quota_bytes - namespace.used_bytes) // size))
         return allowed, "quota" if allowed < count else "pool_full"
 
@@ -298,6 +327,13 @@ class Reclaimer:
         entries = np.concatenate([_first_owners(piece[:_SAMPLED_UNITS]) for piece in pieces])
         in_use = len(entries) - int(self._residency.idle(entries).sum())
         return in_use, int(self._residency.entries.retention[entries].astype(np.int64).sum())
+
+
+def _over_quota(namespace: Namespace, count: int, units: int) -> int:
+    """Units by which `count` more pages of `units` units exceed the namespace's quota."""
+    if namespace.quota_bytes is None:
+        return 0
+    return -((namespace.quota_bytes - namespace.used_bytes) // UNIT_BYTES - count * units)
 
 
 def _first_owners(owners: npt.NDArray[np.int32]) -> Entries:

@@ -14,7 +14,7 @@ from orbitkv_agent.store.access_log import Entries
 from orbitkv_agent.store.arenas import Arena, ArenaPool
 from orbitkv_agent.store.extents import UNIT_BYTES
 from orbitkv_agent.store.index import Group, Index, KeySpace, arena_ids_of, units_of
-from orbitkv_agent.store.memory import distinct
+from orbitkv_agent.store.memory import distinct, some
 from orbitkv_agent.store.namespaces import EVICTION_ORDER, Namespace, RetentionClass
 
 PageRun = tuple[Arena, int, int]
@@ -72,7 +72,7 @@ class Residency:
         """Give the pages at `places` back to their arenas."""
         units = group.page_units[shard]
         ids = arena_ids_of(places)
-        if (ids == ids[0]).all():
+        if not some(ids != ids[0]):
             self._free_in_arena(int(ids[0]), units_of(places), units)
         else:
             order = np.argsort(ids, kind="stable")
@@ -107,7 +107,7 @@ class Residency:
         """
         retention = self.entries.retention[entries]
         first = int(retention[0])
-        if (retention == first).all():
+        if not some(retention != first):
             namespace.log(first).mention(entries, self.entries.touch(entries))
             return
         for kind in EVICTION_ORDER:
@@ -117,9 +117,11 @@ class Residency:
 
     def set_class(self, namespace: Namespace, entries: Entries, kind: RetentionClass) -> None:
         """Move entries of one namespace, each named once, to a retention class. The caller mentions them."""
-        before = np.bincount(self.entries.retention[entries], minlength=len(RetentionClass)).tolist()
-        for old in EVICTION_ORDER:
-            namespace.log(old).live -= before[old]
+        before = self.entries.retention[entries]
+        if some(before):  # otherwise all are fresh
+            counts = np.bincount(before, minlength=len(RetentionClass)).tolist()
+            for old in EVICTION_ORDER:
+                namespace.log(old).live -= counts[old]
         namespace.log(kind).live += len(entries)
         self.entries.retention[entries] = kind
 
@@ -131,7 +133,7 @@ class Residency:
         table = self.entries
         entries = entries[self.idle(entries)]
         gone = (table.committed[entries] == 0) | self.index.closed[table.owner[entries]]
-        if gone.any():
+        if some(gone):
             self.release(entries[gone], evicted=False)
             entries = entries[~gone]
         parked = entries[table.last_tick[entries] == 0]
@@ -149,7 +151,9 @@ class Residency:
         """
         owners = self.entries.owner[entries]
         freed = 0
-        for owner in [int(owners[0])] if (owners == owners[0]).all() else distinct(owners.astype(np.int64)).tolist():
+        if not some(owners != owners[0]):
+            return self._release(self.index.group_of(int(owners[0])), entries, evicted)
+        for owner in distinct(owners.astype(np.int64)).tolist():
             freed += self._release(self.index.group_of(owner), entries[owners == owner], evicted)
         return freed
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from orbitkv.scheduling import SHORT_SLICE_S, slice_s
 from orbitkv_agent.admin import AdminConnection, parse_status
 from orbitkv_agent.cli import FAILED, NO_AGENT, OK, main
 from orbitkv_agent.observe.metrics import METRICS, OTHER
@@ -88,6 +89,8 @@ def test_agent_serves_tells_about_itself_and_drains_on_sigterm(
     team_a = next(row for row in status["namespaces"] if row["name"] == "team-a")
     assert (team_a["quota_bytes"], team_a["guaranteed_bytes"]) == (1 << 20, 1 << 19)
     assert status["agent"]["pid"] == serving.process.pid
+    if slice_s():  # otherwise this kernel has none to choose
+        assert slice_s(serving.process.pid) == SHORT_SLICE_S
 
     serving.process.send_signal(signal.SIGTERM)
     assert serving.process.wait(timeout=30) == OK

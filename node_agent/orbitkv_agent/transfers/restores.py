@@ -13,12 +13,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from orbitkv.protocol.errors import ErrorKind
 from orbitkv.protocol.messages import PagePlaces, RecordRef, RestoreDone, RestorePlan, StartRestore
 from orbitkv.protocol.records import RecordState
 from orbitkv_agent import faults
-from orbitkv_agent.devices.base import Copier, Copy, CopyPart
+from orbitkv_agent.devices.base import Copier, Copy, CopyPart, Word
 from orbitkv_agent.guards import guard
 from orbitkv_agent.loop import Loop
 from orbitkv_agent.observe.counters import Counters
@@ -125,6 +126,7 @@ class Restores:
         if waiting.accepted is not None:
             # The copy may be on its way already. Nobody else needs to know the places.
             session.reply(sequence, RestorePlan(waiting.accepted.number, waiting.accepted.record, []))
+        self._queries.consumed(lease)
 
     def done(self, session: Session, message: RestoreDone) -> None:
         """The client's copies ended.
@@ -216,7 +218,11 @@ class Restores:
         self._restores[restore.number] = restore
         session.restores[restore.number] = restore
         if self._copier is None:
-            session.reply(waiting.sequence, RestorePlan(restore.number, record, _places(lease)))
+            pages = [
+                PagePlaces(group, arenas.astype("<u4").tobytes(), offsets.astype("<u8").tobytes())
+                for group, arenas, offsets in _places(lease)
+            ]
+            session.reply(waiting.sequence, RestorePlan(restore.number, record, pages))
         return restore
 
     def _begin(self, waiting: _Waiting) -> None:
@@ -228,7 +234,7 @@ class Restores:
         self.inflight_bytes += restore.bytes
         if self._copier is not None:
             parts = [
-                _part(places, blocks) for places, blocks in zip(_places(restore.lease), waiting.blocks, strict=True)
+                _part(*places, blocks) for places, blocks in zip(_places(restore.lease), waiting.blocks, strict=True)
             ]
             restore.copy = self._copier.start(
                 restore.registration,
@@ -236,6 +242,7 @@ class Restores:
                 lambda error: self._copied(restore, error),
                 to_engine=True,
                 landed=lambda: _tell(restore),
+                word=_word(restore),
             )
 
     def _copied(self, restore: Restore, error: str) -> None:
@@ -257,10 +264,10 @@ class Restores:
         if restore.begun:
             self._in_flight[self._lane(registration)] -= 1
             self.inflight_bytes -= restore.bytes
-        self._queries.end_consumed(restore.lease)
         if session.records is not None and session.state is not SessionState.CLOSED:
             session.records.close(restore.record, RecordState.DONE if copied else RecordState.FAILED)
             session.notify()
+        self._queries.end_consumed(restore.lease)
         if copied:
             self._counters.load_bytes += restore.bytes
             self._counters.load_duration.observe(self._loop.now() - restore.started)
@@ -279,10 +286,19 @@ class Restores:
                 del self._in_flight[lane]
 
 
+def _word(restore: Restore) -> Word | None:
+    """What a device that can writes into the record by itself when all bytes are in place."""
+    records = restore.session.records
+    if records is None:
+        return None
+    return Word(records.place(restore.record), records.word(restore.record, RecordState.DONE))
+
+
 def _tell(restore: Restore) -> None:
     """All bytes are in place: whoever reads the record sees it at once, before the owner thread comes to it.
 
-    The slot is the restore's until the owner gives it back, so this is its only writer; called on a lane's thread.
+    The slot is the restore's until the owner gives it back, so this, and the GPU with the same word, are its only
+    writers; called on a thread of the device.
     """
     records = restore.session.records
     if records is not None:
@@ -290,12 +306,13 @@ def _tell(restore: Restore) -> None:
             records.set(restore.record, RecordState.DONE)
 
 
-def _places(lease: Lease) -> list[PagePlaces]:
+def _places(lease: Lease) -> list[tuple[int, npt.NDArray[np.uint32], npt.NDArray[np.uint64]]]:
     # A proof is kept for one worker by itself, as its only shard.
     return lease.pages.places(0 if lease.operation.proving is not None else lease.shard)
 
 
-def _part(places: PagePlaces, blocks: Blocks) -> CopyPart:
+def _part(group: int, arenas: npt.NDArray[np.uint32], offsets: npt.NDArray[np.uint64], blocks: Blocks) -> CopyPart:
+    if not blocks.size or int(blocks.min()) >= 0:
+        return CopyPart(group, blocks, arenas, offsets)
     wanted = blocks >= 0
-    arenas, offsets = np.frombuffer(places.arenas, "<u4"), np.frombuffer(places.offsets, "<u8")
-    return CopyPart(places.group, blocks[wanted], arenas[wanted], offsets[wanted])
+    return CopyPart(group, blocks[wanted], arenas[wanted], offsets[wanted])

@@ -7,7 +7,7 @@ pages are free (SETTLED); the client then commits, or voids the save.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
@@ -97,6 +97,13 @@ class _Part:
     def count(self) -> int:
         return len(self.blob) // self.hash_bytes
 
+    @property
+    def blob_to_keep(self) -> bytes:
+        """The wanted ones of the hashes."""
+        if self.wanted is None:
+            return self.blob
+        return np.frombuffer(self.blob, np.uint8).reshape(-1, self.hash_bytes)[self.wanted].tobytes()
+
 
 class Saves:
     """All saves. Used by the owner thread only.
@@ -136,17 +143,19 @@ class Saves:
         """Those in flight, oldest first."""
         return iter(list(self._saves.values()))
 
-    def submit(self, session: Session, message: SubmitSaves) -> SavesAccepted:
-        """Grant places to a batch: to all of it, or nothing.
+    def submit(self, session: Session, message: SubmitSaves) -> Generator[None, None, SavesAccepted]:
+        """Grant places to a batch: to all of it, or nothing. Each save is checked, and granted, in a turn of its own;
+        what has to make room for it goes in another one.
 
         Raises:
             Refused: a field of one of the saves, too many of them, or the agent drains.
         """
-        if self.draining:
-            self._counters.save_dropped["draining"] += sum(_pages(request) for request in message.saves)
-            raise Refused(ErrorKind.UNAVAILABLE, "the agent is shutting down and keeps nothing more")
         try:
-            checked = [self._check(session, request) for request in message.saves]
+            self._refuse_when_draining(message)
+            checked: list[tuple[Registration, list[_Part]]] = []
+            for request in message.saves:
+                checked.append(self._check(session, request))
+                yield
             if len(session.saves) + len(checked) > MAX_SAVES:
                 raise PlanRefused("busy", f"this session has {len(session.saves)} saves in flight", ErrorKind.BUSY)
         except PlanRefused as refusal:
@@ -155,11 +164,17 @@ class Saves:
         plans: list[SavePlan] = []
         try:
             for request, (registration, parts) in zip(message.saves, checked, strict=True):
+                if saves:
+                    yield
+                for part in parts:
+                    if self._make_room(request, registration, part):
+                        yield
+                self._refuse_when_draining(message)
                 save, plan = self._grant(session, request, registration, parts)
                 saves.append(save)
                 plans.append(plan)
                 faults.hit("save-granted")
-        except BaseException:
+        except BaseException:  # also when the session ends before all are granted
             for save in saves:
                 self._end(save, copied=False)
             raise
@@ -233,6 +248,18 @@ class Saves:
             parts.append(_Part(group, hashes.blob, hashes.hash_bytes, wanted, blocks))
         return registration, parts
 
+    def _refuse_when_draining(self, message: SubmitSaves) -> None:
+        if self.draining:
+            self._counters.save_dropped["draining"] += sum(_pages(request) for request in message.saves)
+            raise Refused(ErrorKind.UNAVAILABLE, "the agent is shutting down and keeps nothing more")
+
+    def _make_room(self, request: SaveRequest, registration: Registration, part: _Part) -> bool:
+        space, _ = self._space(registration, part.hash_bytes, request.proof)
+        shard = 0 if request.proof else registration.shard
+        return space is not None and self._cache.make_room(
+            space, part.group.group, part.blob_to_keep, shard, part.group.page_bytes
+        )
+
     def _grant(
         self, session: Session, request: SaveRequest, registration: Registration, parts: list[_Part]
     ) -> tuple[Save, SavePlan]:
@@ -260,26 +287,23 @@ class Saves:
         return save, plan
 
     def _reserve(self, save: Save, plan: SavePlan, part: _Part) -> None:
-        space, reason = self._space(save, part.hash_bytes)
+        space, reason = self._space(save.registration, part.hash_bytes, save.proof)
         if space is None:
             plan.dropped[reason] = plan.dropped.get(reason, 0) + part.count
             plan.positions.append(b"")
             plan.pages.append(PagePlaces(part.group.group, b"", b""))
             return
-        blob = part.blob
-        if part.wanted is not None:
-            hashes = np.frombuffer(blob, np.uint8).reshape(-1, part.hash_bytes)
-            blob = hashes[part.wanted].tobytes()
         shard = 0 if save.proof else save.registration.shard
-        reserved = self._cache.reserve(space, part.group.group, blob, shard, part.group.page_bytes)
+        reserved = self._cache.reserve(space, part.group.group, part.blob_to_keep, shard, part.group.page_bytes)
         save.reservations.append(reserved)
         save.bytes += len(reserved) * part.group.page_bytes
         save.held_bytes += reserved.padded_bytes
         self.inflight_bytes += reserved.padded_bytes
         positions = reserved.positions if part.wanted is None else part.wanted[reserved.positions]
-        plan.positions.append(positions.astype("<u4").tobytes())
+        plan.positions.append(positions.astype("<u4", copy=False).tobytes())
         if self._copier is None:
-            arenas, offsets = reserved.arena_ids.astype("<u4").tobytes(), reserved.offsets.astype("<u8").tobytes()
+            arenas = reserved.arena_ids.astype("<u4", copy=False).tobytes()
+            offsets = reserved.offsets.astype("<u8", copy=False).tobytes()
             plan.pages.append(PagePlaces(part.group.group, arenas, offsets))
         else:  # nobody else needs to know the places
             plan.pages.append(PagePlaces(part.group.group, b"", b""))
@@ -289,10 +313,9 @@ class Saves:
             word = _DROPPED.get(name, name)
             plan.dropped[word] = plan.dropped.get(word, 0) + count
 
-    def _space(self, save: Save, hash_bytes: int) -> tuple[KeySpace | None, str]:
-        """Where the save's pages belong; else why nowhere."""
-        registration = save.registration
-        if save.proof:
+    def _space(self, registration: Registration, hash_bytes: int, proof: bool) -> tuple[KeySpace | None, str]:
+        """Where the pages of a save belong; else why nowhere."""
+        if proof:
             return self._spaces.of_proof(registration, hash_bytes), ""
         if not registration.proven or registration.instance.off:
             return None, "unproven"

@@ -34,6 +34,8 @@ _COPIED: Final = ("cpu", "memory", "ephemeral-storage")
 """Resources of the engine's container that the init container has too, so that a pod's sums and class stay."""
 _SOME_UID: Final = 65532
 _PYTHONPATH: Final = "PYTHONPATH"
+_ACCOUNT_VOLUME: Final = "kube-api-access-"
+"""How the names begin of the volumes by which the apiserver gives containers the token of their ServiceAccount."""
 
 
 def make_patch(pod: Object, decision: Decision, rules: Rules) -> Patch:
@@ -142,7 +144,11 @@ def _init_container(spec: Object, container: Object, rules: Rules) -> Object:
         "resources": {kind: amounts for kind, amounts in resources.items() if amounts},
         "securityContext": _security(spec.get("securityContext") or {}, container.get("securityContext") or {}),
         "terminationMessagePolicy": "FallbackToLogsOnError",
-        "volumeMounts": [{"name": PAYLOAD, "mountPath": names.PAYLOAD_PATH}],
+        "volumeMounts": [
+            {"name": PAYLOAD, "mountPath": names.PAYLOAD_PATH},
+            # The apiserver would add this to a container that lacks it, and ask every webhook once more because of it.
+            *(each for each in container.get("volumeMounts") or () if each["name"].startswith(_ACCOUNT_VOLUME)),
+        ],
     }
 
 
@@ -152,7 +158,7 @@ def _copying(there: list[Object], ours: Object) -> Object:
     A policy may have given it a mirror's image, other resources, or another security context: that stays, as it does
     on the pod's own containers.
     """
-    essence = {name: ours[name] for name in ("name", "command", "volumeMounts")}
+    essence = {"name": ours["name"], "command": ours["command"], "volumeMounts": _mounts(ours)}
     return there[0] if there and covers({**there[0], "volumeMounts": _mounts(there[0])}, essence) else ours
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import base64
-import json
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
+
+import msgspec
 
 from orbitkv_crds.stamps import Note
 from orbitkv_operator.admission import owners
@@ -89,7 +90,7 @@ def read(body: bytes) -> dict[str, Any]:
         ReviewError: it is not an AdmissionReview of a CREATE or UPDATE.
     """
     try:
-        review = json.loads(body)
+        review = msgspec.json.decode(body)
         request = review["request"]
         if review["kind"] != "AdmissionReview" or review["apiVersion"] != "admission.k8s.io/v1":
             raise ReviewError(f"{review['apiVersion']} {review['kind']} is not served here")
@@ -97,7 +98,7 @@ def read(body: bytes) -> dict[str, Any]:
             raise ReviewError("uid and kind must be strings")
         if not isinstance(request.get("object"), dict):
             raise ReviewError("there is no object in it")
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (msgspec.MsgspecError, ValueError, KeyError, TypeError, RecursionError) as error:
         if isinstance(error, ReviewError):
             raise
         raise ReviewError(f"not an AdmissionReview ({type(error).__name__})") from None
@@ -108,7 +109,7 @@ def read(body: bytes) -> dict[str, Any]:
 def _body(review: Object, patch: Patch, note: Note | None) -> dict[str, Any]:
     response: dict[str, Any] = {"uid": review["request"]["uid"], "allowed": True}
     if patch:
-        encoded = base64.b64encode(json.dumps(patch, separators=(",", ":")).encode()).decode()
+        encoded = base64.b64encode(msgspec.json.encode(patch)).decode()
         response |= {"patchType": "JSONPatch", "patch": encoded}
     if note is not None:
         response["warnings"] = [f"OrbitKV: {note}"[:_LONGEST_WARNING]]

@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 from aiohttp import web
 
 from orbitkv_operator.admission.metrics import WebhookMetrics
@@ -119,7 +120,7 @@ class AdmissionServer:
             logger.warning("what came is no review", extra={"error": str(error), "bytes": len(body)})
             return web.Response(status=400, text=f"{error}\n")
         self._metrics.reviewed(answer.outcome, answer.reason, time.perf_counter() - began)
-        return web.json_response(answer.body)
+        return web.Response(body=msgspec.json.encode(answer.body), content_type="application/json")
 
 
 def _listen(port: int) -> socket.socket:

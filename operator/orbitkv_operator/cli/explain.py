@@ -16,6 +16,7 @@ from orbitkv_crds.stamps import (
     read_injected,
     read_skip,
 )
+from orbitkv_operator.admission.asks import LMCACHE_LABEL, from_lmcache
 from orbitkv_operator.cli.cluster import Cluster, condition, full_name, is_ready, pool_of
 from orbitkv_operator.cli.findings import Finding, info, ok, problem, sentence, warning
 from orbitkv_operator.cluster.api import CACHES, EVENTS, NAMESPACES, PODS, POOLS, ApiError, Manifest
@@ -99,6 +100,13 @@ def _decided(cluster: Cluster, manifest: Manifest, pod: EnginePod) -> Iterator[F
         yield info("Injection", f'The pod has opted out: {ANNOTATION_INJECT} is "false".')
     elif asked(annotations):
         yield from _missed(cluster, manifest, pod)
+    elif asked(from_lmcache(manifest["metadata"].get("labels") or {}, annotations)[0]):
+        yield problem(
+            "Injection",
+            f"The pod is labelled {LMCACHE_LABEL}, for LMCache's operator, and has no annotation of OrbitKV.",
+            "Such pods are served where the chart's compat.lmcache is true and the pod was made after that.",
+        )
+        yield _made_anew(cluster, manifest)
     else:
         yield from _never_asked(cluster, pod)
 

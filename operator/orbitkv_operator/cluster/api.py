@@ -11,10 +11,12 @@ import os
 import re
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 from urllib.parse import urlencode
 
+import msgspec
 import urllib3
 from kubernetes.client.api_client import ApiClient
 from kubernetes.client.configuration import Configuration
@@ -31,6 +33,8 @@ Manifest = dict[str, Any]
 
 REQUEST_SECONDS: Final = 15.0
 METADATA_ONLY: Final = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
+WATCH_SECONDS: Final = 1800
+"""How long the apiserver keeps a watch; the next one goes on where it ended."""
 PAGE: Final = 500
 """Objects of a list that are asked for at one time."""
 
@@ -126,6 +130,16 @@ class ApiError(Exception):
         return words.get(self.status, "server-error" if self.status >= 500 else "refused")
 
 
+class Stream(Protocol):
+    """What comes on a watch, an event a line, until the apiserver ends it. Raises ApiError: the connection is lost."""
+
+    def __iter__(self) -> Iterator[bytes]:
+        """Give the lines as they come."""
+
+    def end(self) -> None:
+        """Have the iteration end; callable from another thread."""
+
+
 class Api(Protocol):
     """What the operator asks of the API. All methods raise ApiError."""
 
@@ -142,6 +156,14 @@ class Api(Protocol):
 
     def each_metadata(self, resource: Resource) -> Iterator[Manifest]:
         """Give the metadata of all objects of the cluster, a page at a time: they may be more than fit into memory."""
+
+    def list_to_watch(self, resource: Resource, *, labels: str = "", fields: str = "") -> tuple[list[Manifest], str]:
+        """Return all objects that both selectors name, and the version from which `stream` goes on."""
+
+    def stream(
+        self, resource: Resource, since: str, *, labels: str = "", fields: str = "", silence_seconds: float
+    ) -> Stream:
+        """Watch from the version `since` on. A connection on which nothing comes for so long counts as lost."""
 
     def apply(self, resource: Resource, manifest: Manifest, *, subresource: str | None = None) -> Manifest:
         """Apply on the server under the operator's field manager, taking over what others own; return the result."""
@@ -219,6 +241,29 @@ class KubernetesApi:
         """Give the metadata of all objects of the cluster, a page at a time."""
         return self._pages(resource, None, "", METADATA_ONLY)
 
+    def list_to_watch(self, resource: Resource, *, labels: str = "", fields: str = "") -> tuple[list[Manifest], str]:
+        """Return all objects that both selectors name, and the version from which `stream` goes on."""
+        found: list[Manifest] = []
+        version = ""
+        for page in self._each_page(resource, None, _selectors(labels, fields), "application/json"):
+            found += page.get("items") or ()
+            version = version or str(page["metadata"]["resourceVersion"])  # all pages have that of the first
+        return found, version
+
+    def stream(
+        self, resource: Resource, since: str, *, labels: str = "", fields: str = "", silence_seconds: float
+    ) -> Stream:
+        """Watch from the version `since` on. A connection on which nothing comes for so long counts as lost."""
+        asked = {"watch": "1", "allowWatchBookmarks": "true", "timeoutSeconds": str(WATCH_SECONDS)}
+        query = asked | {"resourceVersion": since} | _selectors(labels, fields)
+        path, timeout = resource.path(), urllib3.Timeout(connect=5.0, read=silence_seconds)
+        try:
+            return _Lines(self._open("GET", path, query, None, "application/json", "application/json", timeout), path)
+        except ApiError as failed:
+            if failed.status == 0 or failed.lacks_a_right:
+                self._report(("watch", resource), failed)
+            raise
+
     def apply(self, resource: Resource, manifest: Manifest, *, subresource: str | None = None) -> Manifest:
         """Apply on the server under the operator's field manager, taking over what others own; return the result."""
         metadata = manifest["metadata"]
@@ -266,14 +311,19 @@ class KubernetesApi:
     def _pages(
         self, resource: Resource, namespace: str | None, labels: str, accept: str, fields: str = ""
     ) -> Iterator[Manifest]:
-        selectors = {"labelSelector": labels, "fieldSelector": fields}
-        query = {"limit": str(PAGE)} | {name: value for name, value in selectors.items() if value}
-        while True:
-            page = self._ask(resource, "list", "GET", resource.path(namespace), query, accept=accept)
-            for item in page.get("items") or ():  # the apiserver writes an empty list of metadata as null
+        for page in self._each_page(resource, namespace, _selectors(labels, fields), accept):
+            for item in page.get("items") or ():
                 if resource.kind == PODS.kind:  # they are many, and this is most of their metadata
                     item["metadata"].pop("managedFields", None)
                 yield item
+
+    def _each_page(
+        self, resource: Resource, namespace: str | None, selectors: Mapping[str, str], accept: str
+    ) -> Iterator[Manifest]:
+        query = {"limit": str(PAGE), **selectors}
+        while True:
+            page = self._ask(resource, "list", "GET", resource.path(namespace), query, accept=accept)
+            yield page
             following = page["metadata"].get("continue")
             if not following:
                 return
@@ -322,6 +372,20 @@ class KubernetesApi:
     def _request(
         self, method: str, path: str, query: Mapping[str, str], body: Manifest | None, content_type: str, accept: str
     ) -> Manifest:
+        answer = self._open(method, path, query, body, content_type, accept)
+        return _read_metadata(answer.data) if accept == METADATA_ONLY else _read(answer.data)
+
+    def _open(
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, str],
+        body: Manifest | None,
+        content_type: str,
+        accept: str,
+        streamed: urllib3.Timeout | None = None,
+    ) -> urllib3.BaseHTTPResponse:
+        """Send a request and return the answer, read, or (`streamed`: with these times) yet to be read."""
         headers = {"Accept": accept, "User-Agent": FIELD_MANAGER, "Content-Type": content_type}
         auth = self._client.configuration.auth_settings().get("BearerToken")
         if auth and auth.get("value"):
@@ -333,15 +397,74 @@ class KubernetesApi:
                 self._client.configuration.host + path + ("?" + urlencode(query) if query else ""),
                 headers=headers,
                 body=None if body is None else json.dumps(body).encode(),
-                timeout=self._timeout,
+                timeout=streamed or self._timeout,
+                preload_content=streamed is None,
                 retries=False,
             )
         except urllib3.exceptions.HTTPError as error:
             raise ApiError(0, f"{method} {path}: no answer from the apiserver ({error})") from error
         if answer.status >= 400:
             raise _refusal(method, path, answer.status, answer.data, answer.headers.get("Retry-After"))
-        found: Manifest = json.loads(answer.data)
-        return found
+        return answer
+
+
+class _Lines:
+    """A watch's answer, as `Stream`."""
+
+    def __init__(self, answer: urllib3.BaseHTTPResponse, path: str) -> None:
+        self._answer = answer
+        self._path = path
+        self._ended = False
+
+    def __iter__(self) -> Iterator[bytes]:
+        rest = b""
+        try:
+            for piece in self._answer.stream(1 << 16):
+                *lines, rest = (rest + piece).split(b"\n")
+                yield from lines
+        except (urllib3.exceptions.HTTPError, OSError, ValueError) as error:
+            if not self._ended:
+                raise ApiError(0, f"GET {self._path}: the watch was cut off ({error})") from error
+        finally:
+            self._answer.close()
+
+    def end(self) -> None:
+        self._ended = True
+        with suppress(ValueError, RuntimeError, OSError):  # it has ended by itself
+            self._answer.shutdown()
+
+
+def _selectors(labels: str, fields: str) -> dict[str, str]:
+    return {name: value for name, value in (("labelSelector", labels), ("fieldSelector", fields)) if value}
+
+
+class _Part(msgspec.Struct):
+    """An object of a list of metadata, its parts not read yet."""
+
+    metadata: dict[str, msgspec.Raw]
+
+
+class _Page(msgspec.Struct):
+    """A page of such a list."""
+
+    metadata: dict[str, Any]
+    items: list[_Part] | None = None
+    """None: the apiserver writes an empty list so."""
+
+
+def _read(body: bytes) -> Manifest:
+    found: Manifest = msgspec.json.decode(body)
+    return found
+
+
+def _read_metadata(body: bytes) -> Manifest:
+    """Return a list of metadata without who manages which field: that is most of it, and nobody asks for it."""
+    page = msgspec.json.decode(body, type=_Page)
+    items = [
+        {"metadata": {name: msgspec.json.decode(raw) for name, raw in it.metadata.items() if name != "managedFields"}}
+        for it in page.items or ()
+    ]
+    return {"metadata": page.metadata, "items": items}
 
 
 def _refusal(method: str, path: str, status: int, body: bytes, retry_after: str | None) -> ApiError:

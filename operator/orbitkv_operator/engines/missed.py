@@ -36,15 +36,28 @@ _MESSAGE: Final = (
 )
 
 
-def is_missed(metadata: Mapping[str, Any], release_namespace: str, by_default: bool = False) -> bool:
+def wishes(metadata: Mapping[str, Any], lmcache: bool) -> Mapping[str, str]:
+    """Return a pod's annotations, as the webhook would read them.
+
+    Args:
+        lmcache: whether pods that are labelled for LMCache's operator are served.
+    """
+    annotations: Mapping[str, str] = metadata.get("annotations") or {}
+    return asks.from_lmcache(metadata.get("labels") or {}, annotations)[0] if lmcache else annotations
+
+
+def is_missed(
+    metadata: Mapping[str, Any], release_namespace: str, by_default: bool = False, lmcache: bool = False
+) -> bool:
     """Whether a pod should have been seen by the webhook, and was not. The webhook leaves out two namespaces.
 
     Args:
         by_default: the pod's namespace has a cache for its engines; whether the pod is one does not show here.
+        lmcache: as for `wishes`.
     """
     if metadata["namespace"] in (release_namespace, "kube-system"):
         return False
-    annotations = metadata.get("annotations") or {}
+    annotations = wishes(metadata, lmcache)
     if not (by_default or asked(annotations)) or annotations.get(ANNOTATION_INJECT) == "false":
         return False
     return read_injected(annotations) is None and read_skip(annotations) is None
@@ -62,6 +75,8 @@ class Sweep:
     events: Events
     changed: Callable[[str], None]
     """As `PodReconciler.changed`."""
+    lmcache: bool = False
+    """As for `wishes`."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _nothing: set[str] = field(default_factory=set)
     """Uids of pods of which nothing is to be said: they have ended, or have no engine and never asked."""
@@ -73,7 +88,7 @@ class Sweep:
             ApiError: the pods could not be listed.
         """
         with self._lock:
-            suspects = [_Suspect.of(it["metadata"]) for it in self.api.each_metadata(PODS) if self._suspected(it)]
+            suspects = [self._suspect(it["metadata"]) for it in self.api.each_metadata(PODS) if self._suspected(it)]
             self._nothing &= {each.uid for each in suspects}
             running = [each for each in suspects if each.uid not in self._nothing]
             askers = [each for each in running if each.asks]
@@ -89,7 +104,15 @@ class Sweep:
         metadata = manifest["metadata"]
         if metadata.get("deletionTimestamp"):
             return False
-        return is_missed(metadata, self.namespace, self._default(metadata["namespace"]) is not None)
+        return is_missed(metadata, self.namespace, self._default(metadata["namespace"]) is not None, self.lmcache)
+
+    def _suspect(self, metadata: Mapping[str, Any]) -> _Suspect:
+        return _Suspect(
+            (metadata["namespace"], metadata["name"]),
+            metadata["uid"],
+            metadata.get("creationTimestamp") or "",
+            bool(asked(wishes(metadata, self.lmcache))),
+        )
 
     def _default(self, namespace: str) -> Mapping[str, str] | None:
         """Return the annotations of a Namespace that are a default for its pods; None: it is not labelled for that."""
@@ -104,9 +127,9 @@ class Sweep:
         if pod.over:
             self._nothing.add(pod.uid)
             return False
-        if not is_missed(manifest["metadata"], self.namespace, default is not None):
+        if not is_missed(manifest["metadata"], self.namespace, default is not None, self.lmcache):
             return False
-        annotations = manifest["metadata"].get("annotations") or {}
+        annotations = wishes(manifest["metadata"], self.lmcache)
         ask = asks.read(annotations, pod.namespace, default)
         by_default = not asked(annotations)
         if by_default and detect(manifest["spec"], ask if isinstance(ask, Ask) else Ask("", by_default=True)) is None:
@@ -134,12 +157,3 @@ class _Suspect:
     """As Kubernetes writes it: it sorts by time."""
     asks: bool
     """Whether the pod itself asks for a cache."""
-
-    @classmethod
-    def of(cls, metadata: Mapping[str, Any]) -> _Suspect:
-        return cls(
-            (metadata["namespace"], metadata["name"]),
-            metadata["uid"],
-            metadata.get("creationTimestamp") or "",
-            bool(asked(metadata.get("annotations") or {})),
-        )

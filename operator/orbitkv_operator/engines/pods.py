@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from orbitkv_crds import names
 from orbitkv_crds.stamps import Injected, Note, read_injected, read_skip
+from orbitkv_operator.admission.asks import from_lmcache
 from orbitkv_operator.cluster.api import Manifest
 from orbitkv_operator.view import Name, name_of
 
@@ -22,7 +23,7 @@ class EnginePod:
     """What is kept of a pod: of thousands, no more than is used.
 
     Attributes:
-        asked: the annotation `cache-namespace` as it is; "" if there is none.
+        asked: the annotation `cache-namespace` as it is, or what LMCache's label makes one; "" if there is none.
         node: where it runs; "" while it is not scheduled.
         began, ready_since: seconds since the epoch: since when its first container runs (pulling images may have taken
             long), and since when it is ready; `ready_since` is None while it is not.
@@ -46,12 +47,13 @@ class EnginePod:
         """Read a pod."""
         metadata, status = manifest["metadata"], manifest.get("status") or {}
         annotations: Mapping[str, Any] = metadata.get("annotations") or {}
+        labels: Mapping[str, Any] = metadata.get("labels") or {}
         ready: Mapping[str, Any] = next((it for it in status.get("conditions") or () if it["type"] == "Ready"), {})
         return cls(
             namespace=metadata["namespace"],
             name=metadata["name"],
             uid=metadata["uid"],
-            asked=str(annotations.get(names.ANNOTATION_CACHE_NAMESPACE) or ""),
+            asked=str(from_lmcache(labels, annotations)[0].get(names.ANNOTATION_CACHE_NAMESPACE) or ""),
             node=str((manifest.get("spec") or {}).get("nodeName") or ""),
             began=_seconds(min(_starts(status), default=metadata.get("creationTimestamp"))),
             ready_since=_seconds(ready.get("lastTransitionTime")) if ready.get("status") == "True" else None,

@@ -17,8 +17,8 @@ from orbitkv_operator.cluster.api import CACHES, Manifest
 from orbitkv_operator.engines.pods import EnginePods
 from orbitkv_operator.events import Events
 from orbitkv_operator.reconcile.cache_status import cache_status
-from orbitkv_operator.reconcile.status_writer import StatusWriter
-from orbitkv_operator.reports.store import INTERVAL, ReportStore
+from orbitkv_operator.reconcile.status_writer import FIGURES_AGAIN, StatusWriter
+from orbitkv_operator.reports.store import ReportStore
 from orbitkv_operator.view import Cache, View
 from orbitkv_operator.work import FORGET
 
@@ -71,7 +71,7 @@ class Decisions:
 
 @dataclass
 class CacheReconciler:
-    """Holds nothing about cache namespaces between two calls."""
+    """Holds nothing about cache namespaces between two calls, and of pools what it has read last."""
 
     view: View
     decisions: Decisions
@@ -79,6 +79,8 @@ class CacheReconciler:
     status: StatusWriter
     events: Events
     pods: EnginePods
+    _read: dict[str, tuple[Manifest, ManagerPool | None]] = field(default_factory=dict)
+    """By name: what a pool was when it was read last, and what was read. Each item is set in one step."""
 
     def reconcile(self, namespace: str, name: str) -> float | None:
         """Bring the status up to date; return in how many seconds to look again, as `work.Handler`.
@@ -98,25 +100,36 @@ class CacheReconciler:
         # where none has ever reported, nothing is known; where some did and have fallen silent, nothing is in use
         known = self.reports.heard(cache.pool) or (self.reports.settled and cache.model.status.tiers is not None)
         parts = self.reports.about(cache.pool, uid) if known else None
+        # an operator that has begun to act hears of one agent after the other
+        whole = (
+            self.reports.settled
+            or cache.model.status.tiers is None
+            or self.status.has_written_figures(CACHES, namespace, name)
+        )
         without = self.pods.without(f"{namespace}/{name}")
         visits = self.reports.visits_to(cache.pool, f"{namespace}/{name}")
-        status = cache_status(cache.model, pool, decision, parts, without, visits).to_body()
+        status = cache_status(cache.model, pool, decision, parts, without, visits, whole=whole).to_body()
         if decision is not None and not decision.accepted:
             self.events.post(cache.manifest, "Warning", decision.reason, decision.message)
         wait = self.status.write(CACHES, cache.manifest, status)
         if wait is None and parts:
             # figures drift with every report: they are looked at again when they may be written again
-            return max(INTERVAL, self.status.figures_due(CACHES, namespace, name))
+            return max(FIGURES_AGAIN, self.status.figures_due(CACHES, namespace, name))
         return wait
 
     def _pool(self, name: str) -> ManagerPool | None:
         raw = self.view.pool(name)
         if raw is None or raw["metadata"].get("deletionTimestamp"):
+            self._read.pop(name, None)
             return None
-        try:
-            return ManagerPool.model_validate(raw)
-        except ValidationError:
-            return None  # the pool's own status says so
+        before, pool = self._read.get(name, (None, None))
+        if before is not raw:  # the view has another object for each state of a pool
+            try:
+                pool = ManagerPool.model_validate(raw)
+            except ValidationError:
+                pool = None  # the pool's own status says so
+            self._read[name] = raw, pool
+        return pool
 
 
 def _unreadable(cache: Cache) -> Manifest:

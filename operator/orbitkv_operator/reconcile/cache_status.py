@@ -44,6 +44,8 @@ def cache_status(
     without: Sequence[Without] = (),
     visits: Visits = (),
     now: datetime | None = None,
+    *,
+    whole: bool = True,
 ) -> CacheNamespaceStatus:
     """Return the status.
 
@@ -53,6 +55,7 @@ def cache_status(
         parts: what agents say; None: not known at present, and what was known stays.
         without: pods that ask for it and run without.
         visits: the pods that are attached, as agents that know them by pod tell.
+        whole: whether all agents had the time to say something. Before that no use and no figure goes.
     """
     generation, before = cache.metadata.generation, cache.status.conditions or []
     accepted, pool_ready = _accepted(cache, decision), _pool_ready(cache, pool)
@@ -69,11 +72,12 @@ def cache_status(
         ),
     ]
     known = find_condition(before, "InUse")
-    if parts is not None or known is None:
+    news = parts is not None and (whole or (known is not None and known.status != "True" and _engines(parts) > 0))
+    if news or known is None:
         conditions.append(condition(before, "InUse", *_in_use(parts or (), without), generation, now))
     else:
         conditions.append(known)
-    if parts is None:
+    if parts is None or not whole:
         figures = {name: getattr(cache.status, name) for name in ("tiers", "attached", "last_hour")}
         return CacheNamespaceStatus(observed_generation=generation, conditions=conditions, **figures)
     return CacheNamespaceStatus(
@@ -109,8 +113,13 @@ def _no_pool(cache: CacheNamespace) -> str:
     )
 
 
+def _engines(parts: Parts) -> int:
+    """Return on how many nodes engines are attached."""
+    return sum(part.engines > 0 for _, part in parts)
+
+
 def _in_use(parts: Parts, without: Sequence[Without]) -> _Part:
-    nodes = sum(part.engines > 0 for _, part in parts)
+    nodes = _engines(parts)
     if nodes:
         attached = f"Engines are attached on {nodes} {'node' if nodes == 1 else 'nodes'}."
         return True, "EnginesAttached", f"{attached} {_named(without)}".rstrip()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any, Final
@@ -45,7 +45,7 @@ from orbitkv_operator.placement import wanted as wanted_nodes
 from orbitkv_operator.reconcile.ownership import Owner, owner_of
 from orbitkv_operator.reconcile.payload import PayloadPulls, pulls, with_image
 from orbitkv_operator.reconcile.pool_status import Blocked, PoolFacts, pool_status
-from orbitkv_operator.reconcile.status_writer import StatusWriter
+from orbitkv_operator.reconcile.status_writer import FIGURES_AGAIN, StatusWriter
 from orbitkv_operator.reports.store import INTERVAL, ReportStore, Sums, dram
 from orbitkv_operator.settings import Settings
 from orbitkv_operator.view import View
@@ -69,6 +69,8 @@ class Seen:
     """Other pools that can be served."""
     runtime_class: Manifest | None = None
     """The RuntimeClass that the pool would use, if it is there."""
+    evicted: Sequence[Manifest] = ()
+    """Its agents' pods that were evicted last, which are gone."""
     dra: Dra | None = None
     """What was found of Dynamic Resource Allocation; None: the pool does not ask for it."""
 
@@ -96,9 +98,14 @@ def plan(
     *,
     cache_namespaces: int,
     reports: ReportStore,
+    whole: bool = True,
     now: datetime | None = None,
 ) -> Plan:
-    """Decide what is to be done: a pure function of what was seen."""
+    """Decide what is to be done: a pure function of what was seen.
+
+    Args:
+        whole: whether the agents' figures are to be shown; else those that the status has stay.
+    """
     name, uid = pool.metadata.name, pool.metadata.uid
     owners = {resource: owner_of(live, name, uid) for resource, live in seen.live.items()}
     shared = overlaps(candidate(pool), seen.others, seen.nodes.values())
@@ -120,7 +127,7 @@ def plan(
     wanted = wanted_nodes(seen.nodes.values(), in_force, running) if in_force is not None else []
 
     since = datetime.fromisoformat(daemon_set["metadata"]["creationTimestamp"]) if daemon_set else None
-    observed = observe(pool, pods, seen.nodes, wanted, since, now)
+    observed = observe(pool, pods, seen.nodes, wanted, since, now, _own_pods(seen.evicted, daemon_set))
     max_unavailable = _max_unavailable(pool, len(wanted))
     steps = rollout.plan(
         observed.agents,
@@ -146,7 +153,7 @@ def plan(
         blocked=blocked,
         waiting=waiting,
         cache_namespaces=cache_namespaces,
-        dram=_dram(pool, reports),
+        dram=_dram(pool, reports) if whole else None,
     )
     return Plan(_to_apply(wanted_children, seen.live), _to_delete(wanted_children, seen.live, owners), facts)
 
@@ -194,7 +201,7 @@ def _waiting(seen: Seen, owners: Mapping[Resource, Owner]) -> str:
     return ""
 
 
-def _own_pods(pods: list[Manifest], daemon_set: Manifest | None) -> list[Manifest]:
+def _own_pods(pods: Sequence[Manifest], daemon_set: Manifest | None) -> list[Manifest]:
     """Return the pods of the DaemonSet: others with our labels are none of our business."""
     if daemon_set is None:
         return []
@@ -268,6 +275,7 @@ class PoolReconciler:
             if before is not None:
                 self.status.forget(POOLS, "", name)
                 self.view.drop(POOLS, ("", name))
+            self.view.forget_evicted(name)
             self.payloads.forget(name)
             return FORGET
         self.view.put(POOLS, raw)
@@ -302,12 +310,16 @@ class PoolReconciler:
         return min(it for it in (wait, self._again(pool, found.facts)) if it is not None)
 
     def _again(self, pool: ManagerPool, facts: PoolFacts) -> float:
-        """Return in how many seconds to look again at what no watch tells of."""
+        """Return in how many seconds to look again at what no watch tells of; at a thousand nodes a look takes half a
+        second."""
         if facts.waiting:
             return 2.0
-        if not pool.spec.host_mode:
+        seen = facts.gpus is not None and facts.gpus[0] is True and facts.settled
+        if not seen or facts.unhealthy or facts.blocked is not None or len(facts.rollout.serving) < len(facts.wanted):
+            return INTERVAL  # what is wrong may be something else after a while
+        if gpu.asks_for_runtime_class(pool) or gpu.involves_dra(pool):
             return gpu.LOOK_AGAIN_SECONDS
-        return max(INTERVAL, self.status.figures_due(POOLS, "", pool.name))
+        return max(FIGURES_AGAIN, self.status.figures_due(POOLS, "", pool.name))
 
     def _look(self, pool: ManagerPool) -> Seen:
         namespace, child = self.settings.namespace, names.pool_object_name(pool.metadata.name)
@@ -328,7 +340,8 @@ class PoolReconciler:
         if pool.spec.gpu.access == "dra":
             labels = self.view.namespace_labels(namespace) or {}
             found = dra.look(self.api, namespace, labels, live.get(CLAIM_TEMPLATES))
-        return Seen(live, self.view.agents(pool.name), self.view.nodes(), others, runtime_class, found)
+        evicted = self.view.evicted(pool.name)
+        return Seen(live, self.view.agents(pool.name), self.view.nodes(), others, runtime_class, evicted, found)
 
     def _list_pods(self, pool: str) -> list[Manifest]:
         selector = ",".join(f"{key}={value}" for key, value in (AGENT_LABELS | {names.LABEL_POOL: pool}).items())
@@ -337,7 +350,11 @@ class PoolReconciler:
     def _plan(self, pool: ManagerPool, seen: Seen) -> Plan:
         context = Context(self.settings, self.ca_bundle() or _present_bundle(seen.live))
         caches = len(self.view.caches(pool=pool.name))
-        return plan(pool, seen, context, cache_namespaces=caches, reports=self.reports)
+        # an operator that has begun to act hears of one agent after the other
+        whole = (
+            self.reports.settled or pool.status.tiers is None or self.status.has_written_figures(POOLS, "", pool.name)
+        )
+        return plan(pool, seen, context, cache_namespaces=caches, reports=self.reports, whole=whole)
 
     def _serves(self, resource: Resource) -> bool:
         if resource not in (POD_MONITORS, CLAIM_TEMPLATES):

@@ -19,6 +19,8 @@ from orbitkv_operator.cluster.api import Api, ApiError, Manifest, Resource
 
 FACTS_SECONDS: Final = 10.0
 FIGURES_SECONDS: Final = 300.0
+FIGURES_AGAIN: Final = 60.0
+"""Rhythm in which figures are looked at that may be written and have not moved enough."""
 WRITES_A_SECOND: Final = 3.0
 GONE: Final = 404
 FIGURES: Final = ("tiers", "attached", "lastHour")
@@ -33,12 +35,14 @@ class LastWrites:
     figures: float | None = None
 
 
-def wait_for(before: dict[str, Any], after: dict[str, Any], last: LastWrites, now: float) -> float | None:
+def wait_for(
+    before: dict[str, Any], after: dict[str, Any], last: LastWrites, now: float, facts_seconds: float = FACTS_SECONDS
+) -> float | None:
     """Return in how many seconds a status is to be written (0: now), or None if there is nothing to write."""
     facts_differ = _facts(before) != _facts(after)
     if facts_differ and _freed(before, after):
         return 0.0
-    soonest = 0.0 if last.any is None else max(0.0, last.any + FACTS_SECONDS - now)
+    soonest = 0.0 if last.any is None else max(0.0, last.any + facts_seconds - now)
     if facts_differ:
         return soonest
     if not _moved(_figures(before), _figures(after)):
@@ -143,6 +147,7 @@ class StatusWriter:
 
     api: Api
     clock: Callable[[], float] = time.monotonic
+    facts_seconds: float = FACTS_SECONDS
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _last: dict[_Name, LastWrites] = field(default_factory=dict)
     _facts_turns: _Turns = field(default_factory=_Turns)
@@ -159,7 +164,7 @@ class StatusWriter:
         now = self.clock()
         with self._lock:
             last = self._last.get(name, LastWrites())
-            wait = wait_for(before, status, last, now)
+            wait = wait_for(before, status, last, now, self.facts_seconds)
             if wait is None:
                 self._give_back(name)
                 return None
@@ -195,6 +200,11 @@ class StatusWriter:
             last = self._last.get((resource.kind, namespace, name), LastWrites()).figures
         return 0.0 if last is None else max(0.0, last + FIGURES_SECONDS - self.clock())
 
+    def has_written_figures(self, resource: Resource, namespace: str, name: str) -> bool:
+        """Return whether an object's figures are this process's own, and not those of one that acted before it."""
+        with self._lock:
+            return self._last.get((resource.kind, namespace, name), LastWrites()).figures is not None
+
     def forget(self, resource: Resource, namespace: str, name: str) -> None:
         """An object is gone."""
         with self._lock:
@@ -204,7 +214,7 @@ class StatusWriter:
     def _turn(self, name: _Name, now: float, matters: bool) -> float:
         """Return when an object may be written; now: its turn has come, and is taken."""
         if not matters and self._facts_turns.wanted():
-            return now + FACTS_SECONDS
+            return now + self.facts_seconds
         turns, others = self._facts_turns, self._figures_turns
         if not matters:
             turns, others = others, turns

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import itertools
+import json
 from collections.abc import Callable, Iterator
+from queue import SimpleQueue
 from typing import Any
 
 from orbitkv_crds import names
@@ -30,6 +32,32 @@ SETTINGS = Settings(namespace=RELEASE, pod_name="operator-1", pod_ip="10.0.0.9",
 Key = tuple[Resource, str, str]
 
 
+class FakeStream:
+    """A watch from a version on; what a test puts into it comes out."""
+
+    def __init__(self, since: str) -> None:
+        self.since = since
+        self._lines: SimpleQueue[bytes | ApiError | None] = SimpleQueue()
+
+    def send(self, kind: str, thing: Manifest) -> None:
+        """An event."""
+        self._lines.put(json.dumps({"type": kind, "object": thing}).encode())
+
+    def cut_off(self, status: int = 0) -> None:
+        """The connection is lost."""
+        self._lines.put(ApiError(status, "cut off"))
+
+    def __iter__(self) -> Iterator[bytes]:
+        while (line := self._lines.get()) is not None:
+            if isinstance(line, ApiError):
+                raise line
+            yield line
+
+    def end(self) -> None:
+        """It ends, as the apiserver ends them, or as whoever reads wants."""
+        self._lines.put(None)
+
+
 class FakeApi:
     """Objects by kind, namespace and name. `writes` has every change; `before` is called ahead of each request."""
 
@@ -41,6 +69,8 @@ class FakeApi:
         self.before: Callable[[str, Resource], None] = lambda verb, resource: None
         self.admit: Callable[[Manifest], Manifest] = lambda manifest: manifest
         """What webhooks make of an object in a dry run."""
+        self.streams: list[FakeStream] = []
+        """The watches that were opened."""
         self._numbers = itertools.count(1)
 
     def _put(self, resource: Resource, manifest: Manifest) -> Manifest:
@@ -116,6 +146,18 @@ class FakeApi:
 
     def each_metadata(self, resource: Resource) -> Iterator[Manifest]:
         return iter(self.list_metadata(resource))
+
+    def list_to_watch(self, resource: Resource, *, labels: str = "", fields: str = "") -> tuple[list[Manifest], str]:
+        names = {it["metadata"]["uid"] for it in self.list_metadata(resource, labels=labels, fields=fields)}
+        found = [it for it in self.list_all(resource) if it["metadata"]["uid"] in names]
+        return found, str(next(self._numbers))
+
+    def stream(
+        self, resource: Resource, since: str, *, labels: str = "", fields: str = "", silence_seconds: float
+    ) -> FakeStream:
+        self.before("watch", resource)
+        self.streams.append(FakeStream(since))
+        return self.streams[-1]
 
     def create(
         self, resource: Resource, namespace: str | None, manifest: Manifest, *, dry_run: bool = False

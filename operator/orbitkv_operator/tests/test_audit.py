@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from orbitkv_crds import names
@@ -131,6 +133,34 @@ def test_ghost_from_before_the_watch_is_dropped(pools: World) -> None:
     pools.view.put(POOLS, pool_body("ghost"))
     pools.audit()
     assert pools.view.pool("ghost") is None
+
+
+def test_object_that_comes_while_the_list_is_made_is_not_gone(pools: World) -> None:
+    listing = pools.api.list_metadata
+
+    def late(*asked: Any, **how: Any) -> list[Manifest]:
+        found = listing(*asked, **how)
+        pools.show(pools.api.add(POOLS, pool_body()))
+        return found
+
+    pools.api.list_metadata = late  # type: ignore[method-assign]
+    pools.audit()
+    assert pools.view.pool("main") is not None
+
+
+def test_what_the_watch_shows_while_the_audit_reads_an_object_is_newer(pools: World) -> None:
+    pools.api.add(POOLS, pool_body())
+    reading = pools.api.get
+
+    def slow(*asked: Any) -> Manifest | None:
+        found = reading(*asked)
+        pools.show(pools.api.add(POOLS, pool_body(memory={"pool": "2Gi"})))
+        return found
+
+    pools.api.get = slow  # type: ignore[assignment,method-assign]
+    pools.audit()
+    known = pools.view.pool("main")
+    assert known is not None and known["spec"]["memory"]["pool"] == "2Gi"
 
 
 def test_many_differences_are_listed_at_once() -> None:

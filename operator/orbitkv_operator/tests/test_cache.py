@@ -34,7 +34,13 @@ MI = 1 << 20
 class World:
     def __init__(self) -> None:
         self.api, self.view, self.pods, self.now = FakeApi(), View(), EnginePods(), 1000.0
-        self.reports, self.reported = ReportStore(clock=lambda: self.now), 0
+        self.reported = 0
+        self.restart()
+        self.view.put(NAMESPACES, {"metadata": {"name": "team", "labels": {"cache": "yes"}}})
+
+    def restart(self) -> None:
+        """Another operator acts from now on; it has heard of no agent."""
+        self.reports = ReportStore(clock=lambda: self.now)
         self.reports.start()
         self.reconciler = CacheReconciler(
             self.view,
@@ -44,7 +50,6 @@ class World:
             Events(self.api, "operator-1"),
             self.pods,
         )
-        self.view.put(NAMESPACES, {"metadata": {"name": "team", "labels": {"cache": "yes"}}})
 
     def pool(self, available: bool = True, **spec: Any) -> None:
         condition = {
@@ -61,8 +66,8 @@ class World:
         body["metadata"]["creationTimestamp"] = created
         self.view.put(CACHES, self.api.add(CACHES, body))
 
-    def status(self, name: str = "one") -> Manifest:
-        self.now += 400
+    def status(self, name: str = "one", later: float = 400) -> Manifest:
+        self.now += later
         self.reconciler.reconcile("team", name)
         found = self.api.get(CACHES, "team", name)
         assert found is not None
@@ -240,6 +245,31 @@ def test_new_leader_keeps_what_it_cannot_know_yet(world: World) -> None:
     after = world.status()
     assert after["tiers"] == before["tiers"]
     assert condition_of(after, "InUse")["status"] == "True"
+
+
+def test_new_leader_that_has_heard_of_some_agents_takes_nothing_back_until_it_has_heard_of_all(world: World) -> None:
+    world.pool()
+    world.cache()
+    world.report("a", engines=1, dram=Tier(used_bytes=100 * MI))
+    world.report("b", engines=1, dram=Tier(used_bytes=100 * MI))
+    before = world.status()
+    world.restart()
+    world.report("b", engines=0, dram=Tier(used_bytes=100 * MI))
+    after = world.status(later=1)
+    assert after["tiers"] == before["tiers"] and condition_of(after, "InUse") == condition_of(before, "InUse")
+    after = world.status(later=430)
+    assert after["tiers"]["dram"]["used"] == "100Mi" and condition_of(after, "InUse")["status"] == "False"
+
+
+def test_new_leader_shows_at_once_that_an_engine_is_attached(world: World) -> None:
+    world.pool()
+    world.cache()
+    world.report("a", dram=Tier(used_bytes=100 * MI))
+    assert world.condition("InUse") == ("False", "Idle")
+    world.restart()
+    world.report("b", engines=1)
+    after = world.status(later=1)
+    assert after["tiers"]["dram"]["used"] == "100Mi" and condition_of(after, "InUse")["status"] == "True"
 
 
 def test_thousand_that_come_in_a_burst_are_decided_on_together(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import pytest
 from orbitkv_crds import names
 from orbitkv_crds.agent_api import reports_pb2 as pb
 from orbitkv_crds.stamps import ANNOTATION_INJECT, ANNOTATION_INJECTED, ANNOTATION_SKIP_REASON, Injected, Note
+from orbitkv_operator.admission.asks import LMCACHE_ENGINE, LMCACHE_LABEL
 from orbitkv_operator.cluster.api import CACHES, ENGINE_PODS, EVENTS, NAMESPACES, PODS, POOLS, ApiError, Manifest
 from orbitkv_operator.engines.missed import MOST, Sweep, is_missed
 from orbitkv_operator.engines.pods import EnginePod, EnginePods, Without
@@ -486,6 +487,36 @@ def test_forged_stamp_does_not_hide_a_missed_pod(world: World) -> None:
 )
 def test_which_pods_the_webhook_should_have_seen(metadata: Manifest, missed: bool) -> None:
     assert is_missed({"namespace": "team", **metadata}, RELEASE) is missed
+
+
+def labelled_for_lmcache(value: str = "true", **annotations: str) -> Manifest:
+    return pod_body(stamps={}, labels={LMCACHE_LABEL: value}, annotations={LMCACHE_ENGINE: "one", **annotations})
+
+
+@pytest.mark.parametrize(
+    ("pod", "served", "told"),
+    [
+        (labelled_for_lmcache(), True, ["CacheMissed"]),
+        (labelled_for_lmcache(), False, []),
+        (labelled_for_lmcache("false"), True, []),
+        (labelled_for_lmcache(**{ANNOTATION_INJECT: "false"}), True, []),
+        (labelled_for_lmcache(**injected()), True, []),
+    ],
+)
+def test_missed_pod_that_asked_by_the_label_of_lmcache_is_named_where_such_pods_are_served(
+    world: World, pod: Manifest, served: bool, told: list[str]
+) -> None:
+    world.sweep.lmcache = served
+    world.api.add(PODS, pod)
+    world.sweep.run()
+    assert world.reasons() == told
+    assert [it.pod for it in world.pods.without(CACHE)] == ["team/engine"] * len(told)
+
+
+def test_skipped_pod_that_asked_by_the_label_of_lmcache_is_named_with_its_cache(world: World) -> None:
+    world.show(labelled_for_lmcache(**skipped()))
+    world.look()
+    assert [it.reason for it in world.pods.without(CACHE)] == ["runtime-isolated"]
 
 
 def test_sweep_looks_closely_at_a_bounded_number_of_pods(world: World) -> None:

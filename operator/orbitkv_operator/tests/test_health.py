@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from orbitkv_crds import names
 from orbitkv_operator import health
 from orbitkv_operator.cluster.api import Manifest
 from orbitkv_operator.health import Problem
@@ -137,6 +138,41 @@ def unhealthy(pods: list[Manifest], since: datetime | None = NOW - timedelta(hou
     all_nodes = {name: node(name, ready=ready) for name, ready in (nodes or {"a": True}).items()}
     found = health.observe(POOL, pods, all_nodes, list(all_nodes), since, NOW)
     return [f"{it.name} {it.reason}" for it in found.unhealthy]
+
+
+EVICTED = {
+    "phase": "Failed",
+    "reason": "Evicted",
+    "message": "Pod ephemeral local storage usage exceeds 1Ki.",
+    "conditions": [{"type": "DisruptionTarget", "status": "True", "lastTransitionTime": ago(minutes=1)}],
+}
+
+
+@pytest.mark.parametrize("phase", ["Failed", "Succeeded"])
+def test_evicted_agent_is_named_however_it_ended(phase: str) -> None:
+    found = problem(pod(EVICTED | {"phase": phase}))
+    assert found.reason == "Evicted" and "exceeds 1Ki" in found.message
+
+
+def remembered(latest: Manifest, **changes: Any) -> list[str]:
+    evicted = pod(EVICTED | changes, name="agent-0")
+    found = health.observe(POOL, [latest], {"a": node("a")}, ["a"], NOW - timedelta(hours=1), NOW, [evicted])
+    return [f"{it.name} {it.pod} {it.reason}: {it.message}" for it in found.unhealthy]
+
+
+def test_eviction_is_named_although_another_pod_has_taken_the_place_at_once() -> None:
+    (starting,) = remembered(pod(container={"started": False}))
+    assert starting.startswith("a agent-1 Evicted: ") and starting.endswith("exceeds 1Ki.")
+    (serving,) = remembered(ready())
+    assert serving.endswith("It runs again.")
+
+
+def test_eviction_is_forgotten_after_a_while_and_when_the_agent_is_made_otherwise() -> None:
+    long_ago = [{"type": "DisruptionTarget", "status": "True", "lastTransitionTime": ago(minutes=11)}]
+    assert remembered(ready(), conditions=long_ago) == []
+    otherwise = ready()
+    otherwise["metadata"]["annotations"] = {names.ANNOTATION_TEMPLATE_HASH: "another"}
+    assert remembered(otherwise) == []
 
 
 def test_node_without_a_pod() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -23,10 +24,13 @@ from orbitkv_operator.cluster.api import (
     Manifest,
     Resource,
 )
+from orbitkv_operator.engines.pods import EnginePods
 from orbitkv_operator.events import Events
+from orbitkv_operator.queue import KeyedQueue
 from orbitkv_operator.reconcile.pool import PoolReconciler
 from orbitkv_operator.reconcile.status_writer import StatusWriter
 from orbitkv_operator.reports.store import ReportStore
+from orbitkv_operator.router import Router
 from orbitkv_operator.tests.fakes import RELEASE, SETTINGS, FakeApi, condition_of, node, pool_body
 from orbitkv_operator.view import View
 from orbitkv_operator.work import FORGET
@@ -190,6 +194,24 @@ def test_agent_goes_only_if_no_other_has_gone_that_the_watch_has_not_shown_yet(w
     assert len([write for write in world.api.writes if write[:2] == ("delete", "Pod")]) == 1
 
 
+def test_new_operator_keeps_the_figures_until_it_has_heard_of_all_agents(world: World) -> None:
+    def report(node: str) -> None:
+        tier = Tier(capacity_bytes=64 << 20)
+        world.reports.put(Report(pool="main", node=node, boot_id="1", sequence=1, dram=tier))
+
+    world.pool()
+    world.settle()
+    report("a")
+    report("b")
+    world.step()
+    before = world.status()["tiers"]
+    assert before["dram"]["capacity"] == "128Mi"
+    world.restart()
+    report("a")
+    world.step()
+    assert world.status()["tiers"] == before
+
+
 def test_placement_changes_restart_nothing_that_stays(world: World) -> None:
     world.pool()
     world.settle()
@@ -270,6 +292,24 @@ def test_first_ten_unhealthy_nodes_are_named_and_all_are_counted() -> None:
     world.settle()
     assert world.status()["nodes"]["unhealthy"] == 30
     assert [it["name"] for it in world.status()["unhealthyNodes"]] == [f"n{number:02}" for number in range(10)]
+
+
+def test_agent_that_was_evicted_is_named_until_its_pool_is_made_otherwise() -> None:
+    """The pod is gone before anybody looks: the DaemonSet's controller has made another one in its place."""
+    world = World()
+    world.pool()
+    world.settle()
+    (pod, *_) = world.api.list_all(PODS)
+    when = datetime.now(UTC).isoformat()
+    ended = {"type": "DisruptionTarget", "status": "True", "lastTransitionTime": when}
+    evicted = pod | {"status": {"phase": "Failed", "reason": "Evicted", "message": "Too much.", "conditions": [ended]}}
+    Router(world.view, KeyedQueue(), EnginePods()).changed(PODS, evicted, gone=True)
+    world.settle()
+    (sick,) = world.status()["unhealthyNodes"]
+    assert (sick["name"], sick["reason"]) == (pod["spec"]["nodeName"], "Evicted") and "Too much." in sick["message"]
+    world.pool(memory={"pool": "2Gi"})
+    world.settle()
+    assert not world.status().get("unhealthyNodes")
 
 
 def test_problem_that_an_agent_reports_is_shown(world: World) -> None:

@@ -217,6 +217,13 @@ def test_long_lists_come_in_pages(apiserver: Any) -> None:
     assert "continue=more" in handler.requests[-1]
 
 
+def test_list_of_metadata_leaves_out_who_manages_which_field(apiserver: Any) -> None:
+    handler, api = apiserver
+    kept = {"name": "a", "uid": "1", "labels": {"zone": "a"}, "deletionGracePeriodSeconds": 30}
+    handler.pages = [{"items": [{"metadata": kept | {"managedFields": [{"manager": "kubectl"}]}}], "metadata": {}}]
+    assert api.list_metadata(POOLS) == [{"metadata": kept}]
+
+
 def test_list_without_items_is_empty(apiserver: Any) -> None:
     handler, api = apiserver
     handler.pages = [{"items": None, "metadata": {}}]

@@ -66,6 +66,21 @@ def test_server_decides_how_long_to_wait_at_least() -> None:
     assert queue.failed(A, 7.0) == 7.0
 
 
+def test_while_one_is_busy_others_take_what_comes_due() -> None:
+    queue = KeyedQueue()
+    taken: list[Key | None] = []
+    far = Key("Kind", "far")
+    queue.add(far, 3600)
+    threads = [threading.Thread(target=lambda: taken.append(queue.take())) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    queue.add(A, 0.02)
+    queue.add(B, 0.05)
+    for thread in threads:
+        thread.join(5)
+    assert taken == [A, B]
+
+
 def test_closing_lets_everybody_go() -> None:
     queue = KeyedQueue()
     taken: list[Key | None] = []

@@ -29,6 +29,7 @@ def test_changed_condition_is_written_at_once() -> None:
 
 def test_next_change_of_the_same_object_waits() -> None:
     assert wait_for(status(), status("False"), LastWrites(any=95.0), 100.0) == 5
+    assert wait_for(status(), status("False"), LastWrites(any=95.0), 100.0, facts_seconds=6.0) == 1
 
 
 @pytest.mark.parametrize(("used", "written"), [("1.05Gi", False), ("1.2Gi", True), ("0.8Gi", True), ("0", True)])

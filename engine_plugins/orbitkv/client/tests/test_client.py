@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -26,6 +27,7 @@ from orbitkv.client import (
 from orbitkv.client import connection as connection_module
 from orbitkv.client.connection import Connection
 from orbitkv.protocol.messages import SyncArenas
+from orbitkv.scheduling import LONG_SLICE_S, slice_s
 from tools.harness.agent import AgentProcess
 from tools.harness.process import wait_until
 
@@ -272,6 +274,24 @@ def test_when_the_agent_dies_every_handle_ends_and_calls_say_so(own_agent: Agent
     engine.client.close()
 
 
+def test_what_is_registered_with_an_agent_that_restarted_meanwhile_is_refused(
+    own_agent: AgentProcess, tmp_path: Path
+) -> None:
+    engine = Engine(own_agent, registered=False)
+    own_agent.kill9()
+    with AgentProcess(tmp_path), refused(ErrorKind.STALE, "^agent-changed: "):
+        engine.register()
+    engine.client.close()
+
+
+def test_what_is_registered_after_the_clients_own_session_ended_is_refused(agent: AgentProcess) -> None:
+    engine = Engine(agent, registered=False)
+    engine.client._session.connection._socket.shutdown(socket.SHUT_RDWR)
+    with refused(ErrorKind.STALE, "^stale-session: "):
+        engine.register()
+    engine.client.close()
+
+
 def test_when_the_agent_dies_between_two_saves_of_a_batch_both_end(
     own_agent: AgentProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -374,24 +394,47 @@ def test_cancelling_towards_a_stalled_agent_never_waits(agent: AgentProcess, eng
 # -------------------------------------------------------------------------------------------------- process boundaries
 
 
-@pytest.mark.parametrize("held_up", [False, True])
+@pytest.mark.parametrize("in_vain", [False, True])
 def test_calls_look_for_replies_without_sleeping_only_while_nobody_else_wants_the_processor(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, held_up: bool
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, in_vain: bool
 ) -> None:
-    look, looks = Connection._receive_busily, []
+    look, looks = Connection._look, []
 
-    def counted(connection: Connection, end: float) -> memoryview | None:
+    def counted(connection: Connection, end: float) -> float:
         looks.append(end)
-        return look(connection, end)
+        return end + 1e-9 if in_vain else look(connection, end)
 
-    monkeypatch.setattr(Connection, "_receive_busily", counted)
+    monkeypatch.setattr(Connection, "_look", counted)
     monkeypatch.setattr(Connection, "_crowded_until", 0.0)
     monkeypatch.setattr(connection_module, "_BUSY_POLL_S", 5.0)  # every reply here comes that soon
-    monkeypatch.setattr(connection_module, "_HELD_UP_S", 0.0 if held_up else 5.0)
-    monkeypatch.setattr(connection_module, "_CROWDED_S", 60.0)
+    monkeypatch.setattr(connection_module, "_SHORTEST_PAUSE_S", 60.0)
     for _ in range(6):
         engine.client.health()
-    assert len(looks) == 1 if held_up else len(looks) >= 5  # the first reply may have been the first that came so soon
+    assert len(looks) == 1 if in_vain else len(looks) >= 5  # the first reply may have been the first that came so soon
+
+
+def test_looking_in_vain_is_worth_a_short_pause_and_once_more_a_longer_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Connection, "_crowded_until", 0.0)
+    monkeypatch.setattr(Connection, "_pause_s", 0.005)
+    now, pauses = 100.0, []
+    for calm in (60, 0.002, 0.002, 0.002, 60, 60):  # seconds from the end of a pause to the next one
+        now = max(now, Connection._crowded_until) + calm
+        Connection._looked_in_vain(now)
+        pauses.append(round(Connection._crowded_until - now, 4))
+    assert pauses == [0.005, 0.01, 0.02, 0.04, 0.005, 0.005]
+    for _ in range(20):
+        Connection._looked_in_vain(Connection._crowded_until)
+    assert Connection._pause_s == 1.0
+
+
+def test_copies_make_room_for_the_engines_own_threads(engine: Engine) -> None:
+    usual = slice_s()
+    if not usual:
+        pytest.skip("this kernel has no slices that a thread can choose (Linux 6.12 has)")
+    transfers = engine.client._transfers
+    assert transfers is not None and transfers._thread.native_id is not None
+    assert slice_s(transfers._thread.native_id) == LONG_SLICE_S
+    assert slice_s() == usual, "the engine's own thread is none of our business"
 
 
 def test_a_forked_child_may_not_use_the_client(engine: Engine) -> None:

@@ -1,3 +1,4 @@
+import ctypes
 import mmap
 import os
 
@@ -57,3 +58,23 @@ def test_counters_move_apart_from_records(writer: RecordWriter) -> None:
     assert reader.counter(Header.ARENAS) == 0
     reader.close()
     writer.destroy()
+
+
+def test_a_word_written_at_its_place_says_what_the_writer_would_say(writer: RecordWriter) -> None:
+    reader = RecordReader(writer.fd)
+    ref = writer.open()
+    assert ref is not None
+    ctypes.c_uint64.from_address(writer.place(ref)).value = writer.word(ref, RecordState.DONE)
+    assert reader.state(ref) is RecordState.DONE
+
+
+def test_what_is_held_stays_writable_after_the_session(writer: RecordWriter) -> None:
+    reader = RecordReader(writer.fd)
+    ref = writer.open()
+    assert ref is not None
+    place, word = writer.place(ref), writer.word(ref, RecordState.DONE)
+    writer.hold()
+    writer.destroy()
+    ctypes.c_uint64.from_address(place).value = word
+    assert reader.state(ref) is RecordState.DONE
+    writer.let_go()

@@ -48,6 +48,7 @@ EXAMPLES: list[Request | Reply] = [
     messages.Pong("boot", True, "serving"),
     messages.Goodbye(),
     messages.RenewToken(b"token"),
+    messages.JoinSession("boot", 7),
     messages.EngineReport("vllm 0.32.0", "setting-invalid", "mode"),
     messages.AttachInstance(NAME, "g1", True),
     messages.InstanceState(False, "worker 1", ""),

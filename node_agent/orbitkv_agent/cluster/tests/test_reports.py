@@ -235,6 +235,27 @@ def test_the_operator_sets_the_rhythm(reporting: ClusterWorld, operator: Operato
     reporting.until(lambda: reporter._interval_s == 3600)
 
 
+def test_engines_that_come_and_go_are_reported_at_once_however_long_the_interval_is(
+    reporting: ClusterWorld, operator: Operator
+) -> None:
+    operator.interval = 3600
+    reporter = reporting.cluster._reporter
+    assert reporter is not None
+    reporting.until(lambda: reporter._interval_s == 3600)
+    engine = reporting.engine(namespace=NAME)
+
+    def told(state: int, engines: int) -> bool:
+        found = [operator.reports.get()[0] for _ in range(operator.reports.qsize())]
+        said = [([pod.state for pod in it.pods], [cache.engines for cache in it.cache_namespaces]) for it in found]
+        return ([state], [engines]) in said
+
+    reporting.until(lambda: told(pb.VISIT_STATE_ATTACHED, 1))
+    engine.close()
+    reporting.until(lambda: told(pb.VISIT_STATE_LEFT, 0))
+    reporting.advance(60)
+    assert operator.reports.empty(), "nothing has happened since"
+
+
 def test_the_owner_never_waits_for_the_operator(tmp_path: Path, api: FakeApiserver) -> None:
     """An address that takes connections and says nothing."""
     import socket

@@ -12,7 +12,7 @@ import numpy as np
 from orbitkv.cuda import Driver
 from orbitkv.protocol.errors import ErrorKind
 from orbitkv.protocol.messages import MapArenas, Register, RetiredArenas, SyncArenas
-from orbitkv_agent.devices.base import PROOF_BYTES, CopyPart
+from orbitkv_agent.devices.base import PROOF_BYTES, CopyPart, Word
 from orbitkv_agent.devices.cuda.geometry import GroupPlaces, group_places
 from orbitkv_agent.devices.cuda.gpu import Gpu, Imported
 from orbitkv_agent.devices.cuda.lanes import CopyJob
@@ -81,6 +81,11 @@ class CudaDevice:
                 "this CUDA driver is older than 12.8: copies are submitted one by one, at about nine tenths of the "
                 "speed for whole pages and a fifth for small segments"
             )
+        if not driver.words:
+            logger.warning(
+                "a GPU or its driver writes no words on streams: the agent tells the ends of copies itself, "
+                "about 0.1 ms later"
+            )
 
     @staticmethod
     def arena_bytes(config: AgentConfig) -> int:
@@ -137,6 +142,7 @@ class CudaDevice:
             exporter(session),
             [allocation.handle for allocation in message.allocations],
             [allocation.size for allocation in message.allocations],
+            session.records if self._driver.words else None,
             done,
         )
 
@@ -196,29 +202,38 @@ class CudaDevice:
         *,
         to_engine: bool,
         landed: Callable[[], None] | None = None,
+        word: Word | None = None,
     ) -> CopyJob:
         """See `Copier`."""
         memory = registration.memory
         assert isinstance(memory, DeviceMemory)
-        lane = memory.gpu.restores if to_engine else memory.gpu.saves
-        assert lane is not None
-        job = CopyJob([self._pages(memory, part) for part in parts], ended, landed)
-        lane.submit(job)
+        gpu = memory.gpu
+        job = CopyJob(
+            [self._pages(memory, part) for part in parts],
+            ended,
+            landed,
+            word if memory.imported.records is not None else None,
+        )
+        express, lane = gpu.express, gpu.restores if to_engine else gpu.saves
+        assert lane is not None and express is not None
+        # Beside a lane at work the express would starve: the copy engine turns to another stream when one has run dry.
+        if not to_engine or lane.copies or self._driver_is_busy() or not express.take(job):
+            lane.submit(job)
         return job
+
+    def _driver_is_busy(self) -> bool:
+        """Whether a call of the driver might wait for another thread's, which maps or pins memory."""
+        return self.pinned.busy or any(gpu.busy for gpu in self._gpus.values())
 
     def lane(self, registration: Registration) -> object:
         """See `Copier`."""
         return registration.device
 
     def _pages(self, memory: DeviceMemory, part: CopyPart) -> PagesOfGroup:
-        assert self._arenas is not None
-        arenas, offsets = part.arenas.astype(np.int64), part.offsets.astype(np.int64)
-        pages = offsets.copy()
-        for number in np.unique(arenas).tolist():
-            arena = self._arenas.get(number)
-            assert arena is not None and arena.address, f"arena {number} holds pages and is not pinned"
-            pages[arenas == number] += arena.address
-        return PagesOfGroup(memory.groups[part.group], part.blocks.astype(np.int64), pages, offsets == 0)
+        offsets = part.offsets.astype(np.int64)
+        begins = self.pinned.addresses[part.arenas]
+        assert begins.all(), "pages lie in arenas that are not pinned"
+        return PagesOfGroup(memory.groups[part.group], part.blocks.astype(np.int64), begins + offsets, offsets == 0)
 
     # -------------------------------------------------------------------------------------------------- arenas
 

@@ -6,12 +6,14 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
 
 from orbitkv.cuda import CudaError, Driver, GpuInfo
+from orbitkv.protocol.records import REGION_BYTES, RecordWriter
+from orbitkv_agent.devices.cuda.express import Express
 from orbitkv_agent.devices.cuda.lanes import Lane
 from orbitkv_agent.devices.cuda.nvml import used_bytes
 
@@ -26,16 +28,21 @@ Key = tuple[Hashable, bytes]
 
 @dataclass(frozen=True)
 class Imported:
-    """Allocations that are mapped for one registration, in its order."""
+    """Allocations that are mapped for one registration, in its order.
+
+    `records` are those of its session while the GPU may write to them, None where it does not.
+    """
 
     keys: tuple[Key, ...]
     addresses: tuple[int, ...]
+    records: RecordWriter | None = None
 
 
 class Gpu:
     """A GPU that has, or had, a registration. Its context is made by the first one and lives as long as the agent.
 
-    What takes the driver long, mapping and unmapping, happens on a thread of its own; so copies go on meanwhile.
+    What takes the driver long, mapping and unmapping, happens on a thread of its own; so copies go on meanwhile. `busy`
+    says that it does so now.
 
     Args:
         post: has a callback called on the owner thread.
@@ -50,10 +57,13 @@ class Gpu:
         self.context_bytes = 0
         self.restores: Lane | None = None
         self.saves: Lane | None = None
+        self.express: Express | None = None
+        self.busy = False
         self._driver = driver
         self._post = post
         self._lost = lost
         self._mapped: dict[Key, tuple[int, int]] = {}
+        self._pinned: dict[int, int] = {}  # how often a region of records, by its address
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"orbitkv-gpu{info.ordinal}", daemon=True)
         self._thread.start()
@@ -61,9 +71,17 @@ class Gpu:
     # ---------------------------------------------------------------------------------------- the owner thread
 
     def open(
-        self, process: Hashable, handles: Sequence[bytes], sizes: Sequence[int], opened: Callable[..., None]
+        self,
+        process: Hashable,
+        handles: Sequence[bytes],
+        sizes: Sequence[int],
+        records: RecordWriter | None,
+        opened: Callable[..., None],
     ) -> None:
-        """Map allocations; `opened(Imported | str)` is called on the owner thread, with the reason if it failed."""
+        """Map allocations, and let the GPU write to `records`. `opened(Imported | str)` is called on the owner thread,
+        with the reason if it failed."""
+        if records is not None:
+            records.hold()
 
         def work() -> None:
             try:
@@ -71,6 +89,10 @@ class Gpu:
                 result: Imported | str = self._import(process, handles, sizes)
             except CudaError as error:
                 result = self._explain(error)
+            if isinstance(result, Imported) and records is not None and self._pin(records):
+                result = replace(result, records=records)
+            elif records is not None:
+                self._post(records.let_go)
             self._post(lambda: opened(result))
 
         self._work.put(work)
@@ -91,13 +113,19 @@ class Gpu:
 
     def close(self, imported: Imported) -> None:
         """Unmap what no other registration uses. No copy runs on it."""
-        self._work.put(lambda: self._release(imported.keys))
+
+        def work() -> None:
+            self._release(imported.keys)
+            if imported.records is not None:
+                self._unpin(imported.records)
+
+        self._work.put(work)
 
     def shut_down(self) -> None:
         """Finish all copies, unmap everything, end the threads."""
         self._work.put(None)
         self._thread.join()
-        for lane in (self.restores, self.saves):
+        for lane in (self.restores, self.saves, self.express):
             if lane is not None:
                 lane.close()
         if self.context:
@@ -105,15 +133,21 @@ class Gpu:
             for address, _ in self._mapped.values():
                 self._driver.close_memory(address)
             self._mapped.clear()
+            for address in self._pinned:
+                self._driver.unpin(address)
+            self._pinned.clear()
 
     # ---------------------------------------------------------------------------------------- the GPU's thread
 
     def _run(self) -> None:
         while (work := self._work.get()) is not None:
+            self.busy = True
             try:
                 work()
             except Exception:
                 logger.exception("%s: internal error; please report it", self.info.uuid)
+            finally:
+                self.busy = False
 
     def _use_context(self) -> None:
         if self.context:
@@ -125,6 +159,7 @@ class Gpu:
         options = {"post": self._post, "lost": self._lost}
         self.restores = Lane(self._driver, context, f"{name}-restores", to_device=True, **options)  # type: ignore[arg-type]
         self.saves = Lane(self._driver, context, f"{name}-saves", to_device=False, **options)  # type: ignore[arg-type]
+        self.express = Express(self._driver, context, f"{name}-express", post=self._post, lost=self._lost)
         after = used_bytes(self.info.uuid)
         self.context_bytes = max(0, after - before) if before is not None and after is not None else 0
         self.context = context
@@ -183,6 +218,29 @@ class Gpu:
                 self._driver.close_memory(address)
             except CudaError as error:
                 logger.error("%s: engine memory could not be given back: %s", self.info.uuid, error)
+
+    def _pin(self, records: RecordWriter) -> bool:
+        """Let the GPU write to a session's records; false when it does not."""
+        count = self._pinned.get(records.address, 0)
+        try:
+            if not count:
+                self._driver.pin(records.address, REGION_BYTES)
+        except CudaError as error:
+            logger.warning("%s: ends of copies are told a little later: %s", self.info.uuid, error)
+            return False
+        self._pinned[records.address] = count + 1
+        return True
+
+    def _unpin(self, records: RecordWriter) -> None:
+        count = self._pinned.pop(records.address)
+        if count > 1:
+            self._pinned[records.address] = count - 1
+        else:
+            try:
+                self._driver.unpin(records.address)
+            except CudaError as error:
+                logger.error("%s: memory of records could not be unpinned: %s", self.info.uuid, error)
+        self._post(records.let_go)
 
     def _explain(self, error: CudaError) -> str:
         why = f"{self.info.uuid}: {error}"

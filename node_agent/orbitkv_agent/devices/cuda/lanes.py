@@ -10,19 +10,23 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Final, NamedTuple
 
 from orbitkv.cuda import CudaError, Driver
-from orbitkv_agent.devices.cuda.plans import CHUNK_BYTES, PagesOfGroup, plan_copy
+from orbitkv_agent.devices.base import Word
+from orbitkv_agent.devices.cuda.plans import CHUNK_BYTES, SAVE_CHUNK_BYTES, CopyPlan, PagesOfGroup, plan_copy
 
 logger = logging.getLogger(__name__)
 
 PLAN_PAGES: Final = 256
 """Pages that are planned at once."""
-CHUNKS_IN_FLIGHT: Final = 2
-"""Chunks that the GPU always has, if there are any: one runs, one is ready."""
+CHUNKS_IN_FLIGHT: Final = 3
+"""Chunks that the GPU always has, if there are any: one runs, the others are ready, because this process's threads take
+turns and the next one may come a millisecond late."""
+
+_NO_PLAN: Final = plan_copy(())
 
 
 class CopyJob:
@@ -33,6 +37,12 @@ class CopyJob:
         ended: called once on the owner thread, when no byte of it moves any more: with "" when all of it was copied,
             otherwise with the reason.
         landed: called when all of it was copied, before `ended`, on a thread of the lane.
+        word: written by the GPU itself when all of it was copied.
+
+    Attributes:
+        pages: pages of all groups.
+        unplanned: pages that no plan was made for yet.
+        left: bytes that were not submitted.
     """
 
     def __init__(
@@ -40,17 +50,51 @@ class CopyJob:
         groups: Sequence[PagesOfGroup],
         ended: Callable[[str], None],
         landed: Callable[[], None] | None = None,
+        word: Word | None = None,
     ) -> None:
-        self.slices = deque(part for group in groups for part in group.slices(PLAN_PAGES))
         self.ended = ended
         self.landed = landed
+        self.word = word
+        self.pages = self.unplanned = sum(group.blocks.size for group in groups)
+        self._groups = groups
+        self._slices = chain.from_iterable(group.slices(PLAN_PAGES) for group in groups if group.blocks.size)
         self.abandoned = False
-        self.plan = plan_copy(())
+        self.plan = _NO_PLAN
         self.next = 0
         self.left = sum(group.bytes for group in groups)
         self.flying = 0
         self.error = ""
         self.reported = False
+
+    def plan_all(self, chunk_bytes: int) -> CopyPlan:
+        """Plan all of it at once. For a copy that nobody has planned of, of `PLAN_PAGES` at most."""
+        self.plan, self.next, self.unplanned = plan_copy(self._groups, chunk_bytes), 0, 0
+        return self.plan
+
+    def plan_more(self, chunk_bytes: int) -> None:
+        """Plan the next pages, in chunks of this size at most."""
+        part = next(self._slices)
+        self.plan, self.next = plan_copy([part], chunk_bytes), 0
+        self.unplanned -= part.blocks.size
+
+    def submit(self, driver: Driver, stream: int, *, to_device: bool) -> int:
+        """Submit the next chunk of the plan; return its bytes. The word follows on the last one.
+
+        A refusal becomes the copy's `error`: some of it may have been submitted all the same.
+        """
+        first, end, size = self.plan.chunks[self.next]
+        host, device, sizes = self.plan.host[first:end], self.plan.device[first:end], self.plan.sizes[first:end]
+        sources, destinations = (host, device) if to_device else (device, host)
+        self.next += 1
+        self.left -= size
+        try:
+            driver.copy(destinations, sources, sizes, stream, to_device=to_device)
+            if self.word is not None and self.whole and not self.error:
+                driver.write_word(stream, self.word.address, self.word.value)
+        except CudaError as error:
+            logger.error("a copy was refused: %s", error)
+            self.error = str(error)
+        return size
 
     def abandon(self) -> None:
         """Nobody needs it any more: what is not submitted is left out. The rest drains, and `ended` is still called."""
@@ -64,7 +108,7 @@ class CopyJob:
     @property
     def whole(self) -> bool:
         """Whether all of it was submitted."""
-        return self.next == len(self.plan.chunks) and not self.slices
+        return self.next == len(self.plan.chunks) and not self.unplanned
 
 
 class _Chunk(NamedTuple):
@@ -85,6 +129,9 @@ class Lane:
         to_device: restores, or else saves.
         post: has a callback called on the owner thread.
         lost: called on the owner thread when the GPU fails so that it cannot be known whether copies have ended.
+
+    Attributes:
+        copies: those that have not ended. For the owner thread.
     """
 
     def __init__(
@@ -101,8 +148,10 @@ class Lane:
         self._context = context
         self._name = name
         self._to_device = to_device
+        self._chunk_bytes = CHUNK_BYTES if to_device else SAVE_CHUNK_BYTES
         self._post = post
         self._lost = lost
+        self.copies = 0
         self._mail: queue.SimpleQueue[CopyJob | _Chunk | None] = queue.SimpleQueue()
         self._flying: queue.SimpleQueue[_Chunk | None] = queue.SimpleQueue()
         self._jobs: list[CopyJob] = []
@@ -122,6 +171,7 @@ class Lane:
 
     def submit(self, job: CopyJob) -> None:
         """Take a copy. For the owner thread."""
+        self.copies += 1
         self._mail.put(job)
 
     def close(self) -> None:
@@ -156,7 +206,11 @@ class Lane:
 
     def _report(self, job: CopyJob, reason: str) -> None:
         job.reported = True
-        self._post(lambda: job.ended(reason))
+        self._post(lambda: self._ended(job, reason))
+
+    def _ended(self, job: CopyJob, reason: str) -> None:
+        self.copies -= 1
+        job.ended(reason)
 
     # -------------------------------------------------------------------------------- the thread that submits
 
@@ -198,10 +252,10 @@ class Lane:
 
     def _plan_more(self, job: CopyJob) -> None:
         """Plan the next pages of a copy when it needs them: the first chunk does not wait for the last one's plan."""
-        if job.next < len(job.plan.chunks) or not job.slices:
+        if job.next < len(job.plan.chunks) or not job.unplanned:
             return
         try:
-            job.plan, job.next = plan_copy([job.slices.popleft()]), 0
+            job.plan_more(self._chunk_bytes)
         except Exception as error:
             logger.exception("%s: a copy could not be planned; please report it", self._name)
             job.error = f"the copy could not be planned: {error!r}"
@@ -210,26 +264,15 @@ class Lane:
         """The copy whose next chunk goes now; None when the GPU has enough, or nothing is left to submit."""
         for job in [each for each in self._jobs if each.abandoned]:
             self._retire(job)
-        if not self._jobs or (self._flying_chunks >= CHUNKS_IN_FLIGHT and self._flying_bytes >= CHUNK_BYTES):
+        if not self._jobs or (self._flying_chunks >= CHUNKS_IN_FLIGHT and self._flying_bytes >= self._chunk_bytes):
             return None
         job = min(self._jobs, key=lambda each: each.left) if self._smallest_next else self._jobs[0]
         self._smallest_next = not self._smallest_next
         return job
 
     def _submit(self, job: CopyJob) -> None:
-        plan = job.plan
-        first, end, size = plan.chunks[job.next]
-        host, device, sizes = plan.host[first:end], plan.device[first:end], plan.sizes[first:end]
-        sources, destinations = (host, device) if self._to_device else (device, host)
         event = self._events.pop() if self._events else self._driver.make_event()
-        job.next += 1
-        job.left -= size
-        try:
-            self._driver.copy(destinations, sources, sizes, self._stream, to_device=self._to_device)
-        except CudaError as error:
-            # Some of it may have been submitted: the event below tells when that has ended.
-            logger.error("%s: a copy was refused: %s", self._name, error)
-            job.error = str(error)
+        size = job.submit(self._driver, self._stream, to_device=self._to_device)
         self._driver.record(event, self._stream)
         job.flying += 1
         self._flying_chunks += 1

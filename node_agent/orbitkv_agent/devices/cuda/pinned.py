@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable
 from typing import Final
 
+import numpy as np
+
 from orbitkv.cuda import CudaError, Driver
 from orbitkv_agent.store.arenas import Arena
 
@@ -29,10 +31,15 @@ class PinnedArenas:
 
     Attributes:
         problem: why the last arena could not be pinned, for people; "" when it was.
+        addresses: int64, where each arena begins, by its id; 0 for one that is not pinned. Replaced as a whole, so that
+            any thread may read it.
+        busy: memory is being pinned or unpinned: other calls of the driver may wait for it.
     """
 
     def __init__(self, driver: Driver, context: Callable[[], int]) -> None:
         self.problem = ""
+        self.addresses = np.zeros(1, np.int64)
+        self.busy = False
         self._driver = driver
         self._context = context
         self._mappings: dict[int, mmap.mmap] = {}
@@ -49,6 +56,7 @@ class PinnedArenas:
         mapping = mmap.mmap(arena.fd, arena.size)
         address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
         started = time.monotonic()
+        self.busy = True
         try:
             self._driver.set_current(context)
             self._driver.pin(address, arena.size)
@@ -57,9 +65,12 @@ class PinnedArenas:
             self.problem = f"memory for pages could not be pinned: {error} ({_may_lock()})"
             logger.error("%s", self.problem)
             raise OSError(errno.ENOMEM, str(error)) from None
+        finally:
+            self.busy = False
         took = time.monotonic() - started
         self.problem = ""
         arena.address = address
+        self._note(arena.id, address)
         self._mappings[arena.id] = mapping
         # While memory is pinned, other CUDA programs may wait for the driver: they get as much time as this took.
         time.sleep(min(took, 1.0))
@@ -70,9 +81,20 @@ class PinnedArenas:
         if mapping is None:
             return
         self._driver.set_current(self._context())
-        self._driver.unpin(arena.address)
+        self.busy = True
+        try:
+            self._driver.unpin(arena.address)
+        finally:
+            self.busy = False
         arena.address = 0
+        self._note(arena.id, 0)
         mapping.close()
+
+    def _note(self, number: int, address: int) -> None:
+        addresses = np.zeros(max(self.addresses.size, number + 1), np.int64)
+        addresses[: self.addresses.size] = self.addresses
+        addresses[number] = address
+        self.addresses = addresses
 
 
 def _may_lock() -> str:

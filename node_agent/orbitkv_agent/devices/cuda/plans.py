@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -11,10 +11,14 @@ import numpy.typing as npt
 
 from orbitkv_agent.devices.cuda.geometry import GroupPlaces, Int64
 
-CHUNK_BYTES: Final = 36 << 20
-"""Most bytes in one call: what another copy may have to wait for, 0.7 ms of PCIe Gen5."""
+CHUNK_BYTES: Final = 28 << 20
+"""Most bytes in one call of a restore: what another one may have to wait for, 0.5 ms of PCIe Gen5."""
+SAVE_CHUNK_BYTES: Final = 72 << 20
+"""Most bytes in one call of a save, for which nobody waits: fewer calls leave other threads more of the interpreter."""
 CHUNK_PIECES: Final = 256
 """Most pieces in one call: more do not make it faster, and fewer do not hide what a call costs."""
+FEW_PAGES: Final = 16
+"""Whole pages up to this number are a piece each: looking for neighbours takes longer than copying them apart."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +42,15 @@ class PagesOfGroup:
         """All bytes."""
         return self.blocks.size * self.places.page_bytes
 
-    def slices(self, count: int) -> list[PagesOfGroup]:
-        """The pages in the order in which they lie in host memory, `count` at a time."""
+    def slices(self, count: int) -> Iterator[PagesOfGroup]:
+        """The pages in the order in which they lie in host memory, `count` at a time; made when they are asked for."""
+        if self.blocks.size <= count:
+            yield self
+            return
         order = np.argsort(self.pages, kind="stable")
-        parts = [order[i : i + count] for i in range(0, order.size, count)]
-        return [PagesOfGroup(self.places, self.blocks[i], self.pages[i], self.first[i]) for i in parts]
+        for start in range(0, order.size, count):
+            part = order[start : start + count]
+            yield PagesOfGroup(self.places, self.blocks[part], self.pages[part], self.first[part])
 
 
 @dataclass(frozen=True)
@@ -67,20 +75,26 @@ class CopyPlan:
         return sum(size for _, _, size in self.chunks)
 
 
-def plan_copy(groups: Iterable[PagesOfGroup]) -> CopyPlan:
-    """Plan the copy of pages. Neighbours on both sides become one piece, what is over `CHUNK_BYTES` several."""
+def plan_copy(groups: Iterable[PagesOfGroup], chunk_bytes: int = CHUNK_BYTES) -> CopyPlan:
+    """Plan the copy of pages. Neighbours on both sides become one piece (unless they are few), what is over
+    `chunk_bytes` several."""
     parts = [_pieces(group) for group in groups if group.blocks.size]
     if not parts:
         empty = np.empty(0, np.uint64)
         return CopyPlan(empty, empty, empty, [])
-    host, device, sizes = (np.concatenate([part[i] for part in parts]) for i in range(3))
-    if (sizes > CHUNK_BYTES).any():
-        host, device, sizes = _cut(host, device, sizes)
-    return CopyPlan(host.astype(np.uint64), device.astype(np.uint64), sizes.astype(np.uint64), _chunks(sizes))
+    if len(parts) == 1:
+        ((host, device, sizes),) = parts
+    else:
+        host, device, sizes = (np.concatenate([part[i] for part in parts]) for i in range(3))
+    if int(sizes.max()) > chunk_bytes:
+        host, device, sizes = _cut(host, device, sizes, chunk_bytes)
+    return CopyPlan(host.view(np.uint64), device.view(np.uint64), sizes.view(np.uint64), _chunks(sizes, chunk_bytes))
 
 
 def _pieces(group: PagesOfGroup) -> tuple[Int64, Int64, Int64]:
     places = group.places
+    if places.whole and group.blocks.size <= FEW_PAGES:
+        return group.pages, places.base + group.blocks * places.stride, np.full(group.blocks.size, places.page_bytes)
     order = np.argsort(group.pages, kind="stable")
     blocks, pages = group.blocks[order], group.pages[order]
     device = (places.base[None, :] + blocks[:, None] * places.stride[None, :]).ravel()
@@ -100,21 +114,23 @@ def _pieces(group: PagesOfGroup) -> tuple[Int64, Int64, Int64]:
     return host, device, sizes
 
 
-def _cut(host: Int64, device: Int64, sizes: Int64) -> tuple[Int64, Int64, Int64]:
+def _cut(host: Int64, device: Int64, sizes: Int64, most: int) -> tuple[Int64, Int64, Int64]:
     """Cut what is larger than a chunk."""
-    parts = -(-sizes // CHUNK_BYTES)
+    parts = -(-sizes // most)
     index = np.repeat(np.arange(sizes.size), parts)
     inner = np.arange(index.size) - np.repeat(np.cumsum(parts) - parts, parts)
-    start = inner * CHUNK_BYTES
-    return host[index] + start, device[index] + start, np.minimum(sizes[index] - start, CHUNK_BYTES)
+    start = inner * most
+    return host[index] + start, device[index] + start, np.minimum(sizes[index] - start, most)
 
 
-def _chunks(sizes: Int64) -> list[tuple[int, int, int]]:
+def _chunks(sizes: Int64, most: int) -> list[tuple[int, int, int]]:
     ends = np.cumsum(sizes)
+    if sizes.size <= CHUNK_PIECES and int(ends[-1]) <= most:
+        return [(0, sizes.size, int(ends[-1]))]
     chunks = []
     first, done = 0, 0
     while first < sizes.size:
-        end = int(np.searchsorted(ends, done + CHUNK_BYTES, side="right"))
+        end = int(np.searchsorted(ends, done + most, side="right"))
         end = min(max(end, first + 1), first + CHUNK_PIECES)
         chunks.append((first, end, int(ends[end - 1]) - done))
         first, done = end, int(ends[end - 1])

@@ -293,7 +293,8 @@ class AgentMachine(RuleBasedStateMachine):
             for reservation in save.reservations:
                 held |= set(zip(reservation.arena_ids.tolist(), reservation.offsets.tolist(), strict=True))
         for restore in agent.restores:
-            held |= _places(restore.lease.pages.places(0))
+            for _, arenas, offsets in restore.lease.pages.places(0):
+                held |= set(zip(arenas.tolist(), offsets.tolist(), strict=True))
         assert touched <= held
 
     @invariant()

@@ -11,6 +11,7 @@ import socket
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Union, get_args
 
 import msgspec
@@ -27,6 +28,7 @@ from orbitkv.protocol.messages import (
     GetStatus,
     Goodbye,
     Hello,
+    JoinSession,
     MapArenas,
     Nothing,
     Ping,
@@ -136,6 +138,48 @@ def test_every_boot_has_its_own_id(tmp_path: Path) -> None:
         first = world.agent.boot_id
     with World(tmp_path) as world:
         assert world.agent.boot_id != first
+
+
+def join_of(client: Client, boot: str = "") -> JoinSession:
+    """What another session says that belongs with this one."""
+    assert client.welcome is not None
+    return JoinSession(boot or client.welcome.boot_id, client.welcome.epoch)
+
+
+def test_a_session_joins_another_one_of_its_client(world: World) -> None:
+    client = world.client()
+    world.client().call(join_of(client), Done)
+
+
+@pytest.mark.guard("boot-ids")
+def test_a_session_of_an_earlier_boot_of_the_agent_is_joined_by_none(world: World) -> None:
+    refusal = world.client().refused(join_of(world.client(), "an earlier boot"))
+    assert refusal.kind == ErrorKind.STALE and refusal.message.startswith("agent-changed: ")
+
+
+@pytest.mark.guard("own-session")
+@pytest.mark.parametrize("whose", ["of another cache namespace", "of another process"])
+def test_a_session_of_others_is_joined_by_none_and_the_answer_does_not_show_that_it_is_there(
+    tmp_path: Path, whose: str
+) -> None:
+    with World(tmp_path, cache_namespaces={"a": {}}) as world:
+        theirs = world.client("a" if whose == "of another cache namespace" else "")
+        if whose == "of another process":
+            theirs.session.peer = dataclasses.replace(theirs.session.peer, process=("pid", 1))
+        join = join_of(theirs)
+        while_there = world.client().refused(join)
+        theirs.goodbye()
+        assert while_there == world.client().refused(join)
+
+
+def test_a_session_that_has_ended_or_never_was_is_joined_by_none(world: World) -> None:
+    ended, stranger = world.client(), world.client(hello=False)
+    join = join_of(ended)
+    ended.goodbye()
+    for epoch in (join.epoch, join.epoch + 1, join.epoch + 100):  # the second has not said hello
+        refusal = world.client().refused(JoinSession(join.boot_id, epoch))
+        assert refusal.kind == ErrorKind.STALE and refusal.message.startswith("stale-session: ")
+    assert not stranger.closed()
 
 
 def test_options_of_the_namespace_come_with_the_welcome(tmp_path: Path) -> None:
@@ -588,6 +632,33 @@ def test_a_flood_of_requests_leaves_a_turn_to_the_others(world: World) -> None:
 
     world.until(answered)
     assert [each for each in flood.replies if each in numbers] == list(numbers)
+
+
+def test_a_few_large_requests_leave_a_turn_to_the_others(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages of a whole batch are saved by requests that take most of a millisecond each."""
+    saves, other = world.client(), world.client()
+    served: list[int] = []
+    events = saves.session._events
+
+    def slowly(session: Any, sequence: int, body: Any) -> None:
+        events.frame(session, sequence, body)
+        if session is saves.session:
+            served.append(sequence)
+            world.clock.now += 0.0006
+
+    monkeypatch.setattr(
+        saves.session, "_events", SimpleNamespace(frame=slowly, closed=events.closed, stream_ended=events.stream_ended)
+    )
+    saves.socket.sendall(b"".join(framing.encode(Ping(), number) for number in range(1, 11)))
+    world.agent.loop.run_once(0)
+    assert served == [1, 2]
+    number = other.post(Ping())
+    world.agent.loop.run_once(0)
+    other.read()
+    assert number in other.replies
+    assert len(served) < 10
+    world.until(lambda: len(served) == 10)
+    assert served == list(range(1, 11))
 
 
 def test_what_came_before_an_exit_is_served_in_order(tmp_path: Path) -> None:

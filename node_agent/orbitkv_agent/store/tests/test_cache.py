@@ -107,12 +107,12 @@ def test_a_page_is_invisible_until_committed(make_cache: MakeCache) -> None:
     space = cache.open_key_space("red", "model")
     reservation = cache.reserve(space, 0, keys(0, 1, 2), 0, UNIT)
     assert cached(cache, space, 0, 1, 2) == []
-    cache.commit(reservation, np.array([0, 2]))
-    assert cached(cache, space, 0, 1, 2) == [0, 2]
-    assert len(run(cache, space, 0, 1, 2)) == 1
-    cache.abort(reservation)
-    assert cached(cache, space, 0, 1, 2) == [0, 2]
-    assert cache.stats().used_bytes == 2 * UNIT
+    aborted = cache.reserve(space, 0, keys(3), 0, UNIT)
+    cache.commit(reservation)
+    assert cached(cache, space, 0, 1, 2, 3) == [0, 1, 2]
+    cache.abort(aborted)
+    assert cached(cache, space, 0, 1, 2, 3) == [0, 1, 2]
+    assert cache.stats().used_bytes == 3 * UNIT
 
 
 def test_pages_of_one_save_lie_one_after_another(make_cache: MakeCache) -> None:
@@ -144,20 +144,36 @@ def test_pages_present_or_in_flight_are_not_written_again(make_cache: MakeCache)
     assert cached(cache, space, 0, 1, 2, 3) == [0, 1, 2, 3]
 
 
-def test_each_page_of_a_reservation_ends_exactly_once(make_cache: MakeCache) -> None:
+def test_a_reservation_ends_exactly_once(make_cache: MakeCache) -> None:
     cache = make_cache()
     space = cache.open_key_space("red", "model")
-    reservation = cache.reserve(space, 0, keys(0, 1), 0, UNIT)
-    with pytest.raises(ValueError, match="committed or aborted before"):
-        cache.commit(reservation, np.array([0, 0]))
-    cache.commit(reservation, np.array([0]))
-    with pytest.raises(ValueError, match="committed or aborted before"):
-        cache.commit(reservation, np.array([0, 1]))
-    cache.abort(reservation)
-    with pytest.raises(ValueError, match="committed or aborted before"):
-        cache.commit(reservation, np.array([1]))
-    cache.abort(reservation)
+    committed, aborted = (cache.reserve(space, 0, keys(number), 0, UNIT) for number in (0, 1))
+    cache.commit(committed)
+    cache.abort(aborted)
+    for again in (cache.commit, cache.abort):
+        for reservation in (committed, aborted):
+            with pytest.raises(ValueError, match="committed or aborted before"):
+                again(reservation)
     assert cached(cache, space, 0, 1) == [0]
+    cache.check_invariants()
+
+
+def test_pages_saved_where_others_were_evicted_are_found_whether_their_rows_follow_each_other_or_not(
+    make_cache: MakeCache,
+) -> None:
+    cache = make_cache()
+    space = cache.open_key_space("red", "model")
+    for number in range(12):
+        save(cache, space, number)
+    for number in (2, 3, 4, 7, 9):
+        cache._residency.release(np.asarray(run(cache, space, number)), evicted=True)
+    save(cache, space, 20, 21, 22, 23, 24, 25)  # into five rows here and there and one behind all
+    assert cached(cache, space, *range(30)) == [0, 1, 5, 6, 8, 10, 11, 20, 21, 22, 23, 24, 25]
+    for number in (5, 6, 20):
+        cache._residency.release(np.asarray(run(cache, space, number)), evicted=True)
+    save(cache, space, 26, 27)
+    assert cached(cache, space, *range(30)) == [0, 1, 8, 10, 11, 21, 22, 23, 24, 25, 26, 27]
+    cache.check_invariants()
 
 
 @pytest.mark.guard("all-shards")
@@ -204,6 +220,34 @@ def test_size_classes_state_their_waste(make_cache: MakeCache) -> None:
 
 
 # -------------------------------------------------------------------------------------------------- leases and eviction
+
+
+def test_room_is_made_ahead_for_what_is_new_and_what_is_there_stays(make_cache: MakeCache) -> None:
+    cache = make_cache()
+    space = cache.open_key_space("red", "model")
+    save(cache, space, *range(16))
+    wanted = keys(15, 14, 100, 101)  # the first two would be the first to go
+    assert cache.make_room(space, 0, wanted, 0, UNIT)
+    assert cached(cache, space, *range(16)) == [*range(12), 14, 15]
+    assert not cache.make_room(space, 0, wanted, 0, UNIT), "there is room now"
+    reservation = cache.reserve(space, 0, wanted, 0, UNIT)
+    assert (reservation.positions.tolist(), reservation.present) == ([2, 3], 2)
+    assert cache.stats().namespaces["red"].evictions == {"reclaimable": 0, "probationary": 2, "retained": 0}
+    cache.abort(reservation)
+
+
+def test_room_is_made_ahead_within_the_quota_and_only_where_there_is_none(make_cache: MakeCache) -> None:
+    cache = make_cache(32, 8)
+    cache.configure_namespace("red", quota_bytes=4 * UNIT)
+    space = cache.open_key_space("red", "model")
+    save(cache, space, 0, 1)
+    assert not cache.make_room(space, 0, keys(2, 3), 0, UNIT)
+    assert cache.make_room(space, 0, keys(2, 3, 4), 0, UNIT)
+    assert cached(cache, space, 0, 1) == [0]
+    cache.pin(run(cache, space, 0))
+    assert not cache.make_room(space, 0, keys(*range(2, 9)), 0, UNIT), "what is in use stays"
+    cache.drop_key_space(space)
+    assert not cache.make_room(space, 0, keys(2, 3, 4, 5), 0, UNIT)
 
 
 @pytest.mark.guard("pages-in-use")
@@ -368,7 +412,7 @@ def test_a_dropped_key_space_finds_nothing_and_gives_its_memory_back(make_cache:
     save(cache, space, *range(8))
     held, generations = run(cache, space, 0, 1), cache.generations(run(cache, space, 0, 1))
     cache.pin(held)
-    writing = cache.reserve(space, 0, keys(20, 21), 0, UNIT)
+    writing, given_up = (cache.reserve(space, 0, keys(number), 0, UNIT) for number in (20, 21))
     cache.drop_key_space(space)
     assert cached(cache, space, *range(8)) == []
     with pytest.raises(ValueError, match="was dropped"):
@@ -376,8 +420,8 @@ def test_a_dropped_key_space_finds_nothing_and_gives_its_memory_back(make_cache:
     reclaim_all(cache)
     assert cache.stats().used_bytes == 4 * UNIT, "what is leased or being written stays until that ends"
     assert (cache.generations(held) == generations).all()
-    cache.commit(writing, np.array([0]))
-    cache.abort(writing)
+    cache.commit(writing)
+    cache.abort(given_up)
     cache.unpin(held)
     assert cache.stats().used_bytes == 0
     assert cached(cache, cache.open_key_space("red", "model"), *range(8), 20) == []

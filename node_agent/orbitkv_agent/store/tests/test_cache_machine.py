@@ -87,12 +87,8 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def commit(self, data: st.DataObject) -> None:
         reservation = data.draw(st.sampled_from(self.reservations))
-        still_open = np.flatnonzero(reservation.open)
-        if data.draw(st.booleans()):
-            still_open = still_open[: len(still_open) // 2]
-        self.cache.commit(reservation, still_open)
-        if not reservation.open.any():
-            self.reservations.remove(reservation)
+        self.cache.commit(reservation)
+        self.reservations.remove(reservation)
 
     @precondition(lambda self: self.reservations)
     @rule(data=st.data())

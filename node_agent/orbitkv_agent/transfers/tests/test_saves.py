@@ -18,6 +18,8 @@ from orbitkv.protocol.messages import (
     Instance,
     MapArenas,
     Nothing,
+    Ping,
+    Refusal,
     SaveRequest,
     SavesAccepted,
     SubmitSaves,
@@ -193,6 +195,87 @@ def test_a_batch_that_fails_half_way_is_rolled_back(engine: Engine) -> None:
     assert len(engine.world.agent.saves) == 0
     engine.save(hashes(1, 2, 3))
     assert engine.restore(hashes(1, 2, 3)) == 3
+
+
+def batch_of(engine: Engine, count: int) -> SubmitSaves:
+    """As many saves of a page each."""
+    return SubmitSaves([save_request(engine.registration, hashes(number)) for number in range(1, count + 1)])
+
+
+def grant_some_of(engine: Engine, count: int) -> int:
+    """Submit a batch and stop while a part of it is granted; return its number."""
+    number, saves = engine.worker.post(batch_of(engine, count)), engine.world.agent.saves
+    while not len(saves):
+        engine.world.agent.loop.run_once(0)
+    assert 0 < len(saves) < count
+    return number
+
+
+def test_others_are_served_while_a_batch_of_saves_is_granted(world: World) -> None:
+    first, second = world.engine(), world.engine(instance=Instance("other", "1"))
+    second.save(hashes(9))
+    number = first.worker.post(batch_of(first, 40))
+    second.ready(hashes(9))
+    first.worker.read()
+    assert number not in first.worker.replies, "the whole batch was granted before anybody else was served"
+    world.until(lambda: first.worker.reply(number) or world.agent.saves)
+    world.until(lambda: len(world.agent.saves) == 40)
+
+
+def test_room_for_a_save_is_made_in_a_turn_of_its_own(tmp_path: Path) -> None:
+    with World(tmp_path, pool="1MiB", arena="1MiB") as world:
+        engine, agent = world.engine(), world.agent
+        for first in range(0, (1 << 20) // PAGE, BLOCKS):  # all that there is room for
+            engine.save(hashes(*range(first, first + BLOCKS)))
+
+        def evictions() -> int:
+            return sum(agent.cache.stats().total_by_key("evictions").values())
+
+        engine.worker.post(SubmitSaves([save_request(engine.registration, hashes(1000, 1001))]))
+        while not evictions():
+            agent.loop.run_once(0)
+        assert len(agent.saves) == 0
+        world.until(lambda: len(agent.saves))
+        assert evictions() == 2
+
+
+def test_a_request_that_comes_after_a_batch_of_saves_is_served_after_it(engine: Engine) -> None:
+    saves, after = engine.worker.post(batch_of(engine, 10)), engine.worker.post(Ping())
+    while after not in engine.worker.replies:
+        engine.world.pump()
+        engine.worker.read()
+    accepted = engine.worker.replies[saves]
+    assert isinstance(accepted, SavesAccepted) and len(accepted.plans) == 10
+    assert list(engine.worker.replies) == [saves, after]
+
+
+def test_a_session_that_is_ended_while_its_saves_are_granted_leaves_nothing(engine: Engine) -> None:
+    grant_some_of(engine, 10)
+    engine.worker.session.end_stream("expelled")
+    engine.world.pump(30)
+    assert len(engine.world.agent.saves) == 0
+    assert engine.world.agent.cache.stats().used_bytes == 0
+
+
+def test_a_process_that_exits_while_its_saves_are_granted_leaves_nothing(engine: Engine) -> None:
+    grant_some_of(engine, 10)
+    more = engine.worker.post(batch_of(engine, 3))  # what it sent last is read, and grants nobody anything
+    engine.worker.session._on_exit(0)
+    assert len(engine.world.agent.saves) == 0 and more not in engine.worker.replies
+    engine.world.pump(30)
+    assert len(engine.world.agent.saves) == 0
+    assert engine.world.agent.cache.stats().used_bytes == 0
+
+
+def test_a_batch_that_is_being_granted_when_the_agent_stops_is_refused_whole(engine: Engine) -> None:
+    number = grant_some_of(engine, 10)
+    engine.world.agent.request_stop()
+    refusal = None
+    while refusal is None:
+        refusal = engine.worker.reply(number)
+    assert isinstance(refusal, Refusal) and refusal.kind == ErrorKind.UNAVAILABLE
+    assert len(engine.world.agent.saves) == 0
+    assert engine.world.agent.cache.stats().used_bytes == 0
 
 
 @pytest.mark.guard("own-session")

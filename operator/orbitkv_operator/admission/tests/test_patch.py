@@ -193,6 +193,20 @@ def test_copying_takes_what_the_engine_takes_and_no_device() -> None:
     }
 
 
+def test_copying_has_the_token_of_the_account_as_the_apiserver_would_give_it_and_no_other_mount() -> None:
+    token = {
+        "name": "kube-api-access-x",
+        "mountPath": "/var/run/secrets/kubernetes.io/serviceaccount",
+        "readOnly": True,
+    }
+    own = {"name": "models", "mountPath": "/models"}
+    pod = asking(engine(volumeMounts=[own, token]))
+    copied = {"name": "orbitkv-payload", "mountPath": FOLDER}
+    assert init_container(pod)["volumeMounts"] == [copied, token]
+    after = inject(pod)
+    assert make_patch(after, decide(after, NAMESPACE, FakeWorld(), RULES), RULES) == []
+
+
 @pytest.mark.parametrize(
     ("of_pod", "of_container", "user"),
     [

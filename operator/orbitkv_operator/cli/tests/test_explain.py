@@ -9,6 +9,7 @@ import pytest
 
 from orbitkv_crds import names
 from orbitkv_crds.stamps import ANNOTATION_INJECTED, ANNOTATION_SKIP_REASON, Injected, Note
+from orbitkv_operator.admission.asks import LMCACHE_ENGINE, LMCACHE_LABEL
 from orbitkv_operator.cli.cluster import Cluster
 from orbitkv_operator.cli.explain import NoSuchPodError, explain
 from orbitkv_operator.cli.findings import Finding, Level
@@ -51,12 +52,13 @@ class World:
         conditions = [{"type": "Ready", "status": str(ready)}]
         self.api.add(PODS, {"metadata": metadata, "spec": {"nodeName": node}, "status": {"conditions": conditions}})
 
-    def pod(self, annotations: dict[str, str], **status: Any) -> None:
+    def pod(self, annotations: dict[str, str], labels: dict[str, str] | None = None, **status: Any) -> None:
         metadata = {
             "name": "engine",
             "namespace": "team",
             "uid": "uid-of-engine",
             "annotations": annotations,
+            "labels": labels or {},
             "creationTimestamp": "2026-01-01T00:00:00Z",
         }
         spec = {"nodeName": "node-a", "containers": [{"name": "server", "image": "vllm"}]}
@@ -193,6 +195,20 @@ def test_missed_pod_is_tried_anew(world: World) -> None:
 def test_pod_that_does_not_ask(world: World, annotations: dict[str, str], words: str) -> None:
     world.pod(annotations)
     assert words in world.explain()[-1].message
+
+
+def test_pod_that_asks_by_the_label_of_lmcache_only_is_tried_anew(world: World) -> None:
+    world.pod({LMCACHE_ENGINE: "one"}, labels={LMCACHE_LABEL: "true"})
+    found = {it.about: it for it in world.explain()}
+    assert "compat.lmcache" in found["Injection"].fix and found["If made anew now"].level is Level.PROBLEM
+
+    def webhook(pod: Manifest) -> Manifest:
+        pod["metadata"]["annotations"] |= injected()
+        return pod
+
+    world.api.admit = webhook
+    found = {it.about: it for it in world.explain()}
+    assert found["If made anew now"].level is Level.OK
 
 
 def test_pod_in_a_namespace_with_a_default_is_told_so(world: World) -> None:

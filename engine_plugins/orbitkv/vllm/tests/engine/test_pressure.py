@@ -5,7 +5,7 @@ import pytest
 from orbitkv.vllm.tests.engine.checks import BLOCK, assert_bit_equal, assert_sources, full_blocks, saved, tokens
 from orbitkv.vllm.tests.engine.models import AgentMaker, EngineMaker
 from tools.harness.agent import AgentProcess
-from tools.harness.engine import Answer, EngineProcess, Prompt
+from tools.harness.engine import DEVICE, Answer, EngineProcess, Prompt
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -57,6 +57,27 @@ def test_concurrent_requests_differ_no_more_often_than_without_orbitkv(
         missing = [n for n, answer in enumerate(answers) if answer.cached_tokens < full_blocks(answer.prompt_tokens)]
         assert not missing, f"requests {missing} were computed although all of their pages had been saved"
     assert orbitkv <= control, f"{orbitkv} of 36 concurrent answers differ with OrbitKV, {control} without"
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="on a GPU only: on a CPU it takes minutes")
+def test_64_requests_at_once_with_a_working_set_of_three_caches(
+    start_agent: AgentMaker, start_engine: EngineMaker
+) -> None:
+    prompts = [Prompt(tokens(f"crowded {number}", 300), max_tokens=24) for number in range(64)]
+    needed = 64 * (324 // BLOCK + 1)
+    size = {"max_num_seqs": 64, "num_gpu_blocks_override": needed // 3}
+    agent = start_agent()
+    control = start_engine(None, dtype="float32", **size)
+    alone = [control.generate([prompt])[0] for prompt in prompts]
+    engine = start_engine(agent, dtype="float32", **size)
+    without = with_cache = 0
+    for _ in range(3):
+        without += len(mismatches(control.generate(prompts, 300), alone))
+        answers = engine.generate(prompts, 300)
+        with_cache += len(mismatches(answers, alone))
+        saved(engine, agent)
+    assert any(answer.orbitkv_tokens for answer in answers), "nothing was restored: the test shows nothing"
+    assert with_cache <= without + 2, f"{with_cache} of 192 concurrent answers differ with OrbitKV, {without} without"
 
 
 def test_two_engines_share_what_either_computed(agent: AgentProcess, start_engine: EngineMaker) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections import Counter, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -22,11 +24,12 @@ class FakeGpu:
     """See the module; the interface is `orbitkv.cuda.Driver`.
 
     Attributes:
-        batches: as a driver's.
+        batches, words: as a driver's.
         contexts: number of contexts made, by GPU.
         mapped: how often each allocation is mapped by an importer.
         pinned: size of each pinned piece of host memory, by address.
         calls: number of pieces of each call of `copy`, in order.
+        streams: the stream of each of these calls.
         refuse: code with which the next copies fail, 0 for none.
         broken: waiting fails, as on a GPU that is lost.
         compute_mode: of all GPUs; in any but "default" no second process gets a context.
@@ -35,10 +38,12 @@ class FakeGpu:
 
     def __init__(self, gpus: int = 1) -> None:
         self.batches = True
+        self.words = True
         self.contexts: Counter[int] = Counter()
         self.mapped: Counter[int] = Counter()
         self.pinned: dict[int, int] = {}
         self.calls: list[int] = []
+        self.streams: list[int] = []
         self.refuse = 0
         self.broken = False
         self.compute_mode = "default"
@@ -50,6 +55,7 @@ class FakeGpu:
         # Invariant: streams and events change under this lock only; it is never held while a test waits.
         self._changed = threading.Condition()
         self._held = False
+        self._unobserved = False
         self._streams: dict[int, deque[Any]] = {}
         self._done: set[int] = set()
 
@@ -74,6 +80,16 @@ class FakeGpu:
             self._held = False
             for stream in self._streams:
                 self._run(stream)
+            self._changed.notify_all()
+
+    @contextmanager
+    def unobserved(self) -> Iterator[None]:
+        """Meanwhile whoever waits for an event sleeps on, though the GPU has come to it."""
+        with self._changed:
+            self._unobserved = True
+        yield
+        with self._changed:
+            self._unobserved = False
             self._changed.notify_all()
 
     def fill(self, stream: int, target: npt.NDArray[np.uint8], value: int) -> None:
@@ -181,7 +197,7 @@ class FakeGpu:
 
     def wait(self, event: int) -> None:
         with self._changed:
-            while event not in self._done:
+            while event not in self._done or self._unobserved:
                 if self.broken:
                     raise CudaError("cuEventSynchronize", 700, "CUDA_ERROR_ILLEGAL_ADDRESS", "the GPU is lost")
                 self._changed.wait(0.05)
@@ -213,6 +229,18 @@ class FakeGpu:
 
         with self._changed:
             self.calls.append(len(pieces))
+            self.streams.append(stream)
+            self._streams[stream].append(work)
+            self._run(stream)
+
+    def write_word(self, stream: int, address: int, value: int) -> None:
+        self._check_context()
+        assert any(at <= address and address + 8 <= at + most for at, most in self.pinned.items()), "not pinned"
+
+        def work() -> None:
+            ctypes.c_uint64.from_address(address).value = value
+
+        with self._changed:
             self._streams[stream].append(work)
             self._run(stream)
 

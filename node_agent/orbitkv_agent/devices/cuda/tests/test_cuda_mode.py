@@ -17,6 +17,7 @@ from orbitkv.protocol.messages import (
     CommitSave,
     GroupGeometry,
     Hello,
+    Instance,
     MapArenas,
     RecordRef,
     Refusal,
@@ -26,8 +27,9 @@ from orbitkv.protocol.messages import (
     SavePlan,
     Unregister,
 )
-from orbitkv.protocol.records import RecordState
+from orbitkv.protocol.records import REGION_BYTES, RecordState
 from orbitkv.protocol.versions import VersionRange
+from orbitkv_agent.devices.cuda.device import CudaDevice
 from orbitkv_agent.devices.cuda.tests.fake_gpu import UUIDS, FakeGpu
 from orbitkv_agent.tests.harness import (
     INSTANCE,
@@ -55,6 +57,18 @@ def world(tmp_path: Path, gpu: FakeGpu) -> Iterator[World]:
         gpu.release()
     assert not +gpu.mapped, "engine memory stayed mapped"
     assert not gpu.pinned, "host memory stayed pinned"
+
+
+def pinned_for_pages(gpu: FakeGpu) -> int:
+    """Bytes that are pinned, without sessions' records."""
+    return sum(size for size in gpu.pinned.values() if size != REGION_BYTES)
+
+
+def all_is_pinned(world: World, gpu: FakeGpu) -> None:
+    """Wait until no memory is being pinned any more."""
+    device = world.agent.device
+    assert isinstance(device, CudaDevice)
+    world.until(lambda: pinned_for_pages(gpu) == world.config.pool_bytes and not device.pinned.busy)
 
 
 def message(gpu: FakeGpu, kv: np.ndarray[Any, Any], **changes: Any) -> Register:
@@ -85,13 +99,13 @@ def meet(memory: np.ndarray[Any, Any], challenge: Challenge) -> None:
 class CudaEngine:
     """A serving engine whose blocks are in `kv`, (blocks, bytes)."""
 
-    def __init__(self, world: World, gpu: FakeGpu, namespace: str = "") -> None:
-        self.world, self.gpu = world, gpu
+    def __init__(self, world: World, gpu: FakeGpu, namespace: str = "", instance: Instance = INSTANCE) -> None:
+        self.world, self.gpu, self.instance = world, gpu, instance
         self.memory = gpu.allocate(BLOCKS * PAGE)
         self.kv = self.memory.reshape(BLOCKS, PAGE)
         self.control, self.worker = world.client(namespace), world.client(namespace)
-        self.control.attach(INSTANCE)
-        self.registration = self.register(message(gpu, self.memory)).registration
+        self.control.attach(instance)
+        self.registration = self.register(message(gpu, self.memory, instance=instance)).registration
         self.worker.prove(self.registration)
         self.operation = 0
 
@@ -119,7 +133,7 @@ class CudaEngine:
 
     def start(self, names: bytes, blocks: list[int]) -> RestorePlan:
         self.operation += 1
-        ready = self.control.ready(names, operation=self.operation)
+        ready = self.control.ready(names, operation=self.operation, instance=self.instance)
         return self.worker.start(self.registration, ready.leases[0], blocks)
 
 
@@ -254,6 +268,113 @@ def test_restores_beyond_the_limit_of_a_gpu_are_accepted_and_wait(tmp_path: Path
         gpu.release()
         world.until(lambda: all(engine.state(plan.record) is RecordState.DONE for plan in plans))
         assert (engine.kv[20:24] == engine.kv[5]).all()
+        world.until(lambda: not len(world.agent.restores))
+
+
+def test_the_gpu_tells_the_end_of_a_restore_before_any_thread_of_the_agent_does(
+    engine: CudaEngine, gpu: FakeGpu, world: World
+) -> None:
+    engine.save(hashes(1), [5])
+    gpu.hold()
+    plan = engine.start(hashes(1), [20])
+    assert engine.state(plan.record) is RecordState.PENDING
+    with gpu.unobserved():
+        gpu.release()
+        assert engine.state(plan.record) is RecordState.DONE
+        assert (engine.kv[20] == engine.kv[5]).all()
+        assert len(world.agent.restores) == 1, "the agent has not noticed yet"
+    world.until(lambda: not len(world.agent.restores))
+
+
+def test_small_restores_go_at_once_unless_others_are_on_their_way(
+    engine: CudaEngine, gpu: FakeGpu, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = hashes(*range(1, 5))
+    engine.save(names, [1, 2, 3, 4])
+    all_is_pinned(world, gpu)
+    before = len(gpu.streams)
+    gpu.hold()
+    engine.start(hashes(1), [40])
+    assert len(gpu.streams) == before + 1, "the owner thread itself submitted it"
+    express = gpu.streams[-1]
+    monkeypatch.setattr("orbitkv_agent.devices.cuda.express.PLAN_PAGES", 3)
+    engine.start(names, [20, 23, 26, 29])
+    world.until(lambda: len(gpu.streams) == before + 2)
+    assert gpu.streams[-1] != express, "it is not small"
+    engine.start(hashes(2), [41])
+    world.until(lambda: len(gpu.streams) == before + 3)
+    assert gpu.streams[-1] == gpu.streams[-2], "beside a lane at work the GPU would leave it waiting"
+    gpu.release()
+    world.until(lambda: not len(world.agent.restores))
+    engine.start(hashes(2), [42])
+    assert gpu.streams[-1] == express
+    world.until(lambda: not len(world.agent.restores))
+    assert (engine.kv[42] == engine.kv[2]).all()
+
+
+def test_nothing_is_submitted_by_the_owner_thread_while_the_driver_may_make_it_wait(
+    engine: CudaEngine, gpu: FakeGpu, world: World
+) -> None:
+    engine.save(hashes(1), [5])
+    all_is_pinned(world, gpu)
+    engine.start(hashes(1), [20])
+    express = gpu.streams[-1]
+    world.until(lambda: not len(world.agent.restores))
+    device = world.agent.device
+    assert isinstance(device, CudaDevice)
+    device.pinned.busy = True
+    engine.start(hashes(1), [21])
+    world.until(lambda: not len(world.agent.restores))
+    assert gpu.streams[-1] != express
+    device.pinned.busy = False
+    engine.start(hashes(1), [22])
+    assert gpu.streams[-1] == express
+    world.until(lambda: not len(world.agent.restores))
+
+
+def test_where_gpus_write_no_words_the_agent_tells_the_end(tmp_path: Path, gpu: FakeGpu) -> None:
+    gpu.words = False
+    with World(tmp_path, driver=gpu) as world:
+        engine = CudaEngine(world, gpu)
+        engine.save(hashes(1), [5])
+        gpu.hold()
+        plan = engine.start(hashes(1), [20])
+        with gpu.unobserved():
+            gpu.release()
+            assert engine.state(plan.record) is RecordState.PENDING
+        world.until(lambda: engine.state(plan.record) is RecordState.DONE)
+        world.until(lambda: not len(world.agent.restores))
+        assert REGION_BYTES not in gpu.pinned.values(), "no records are pinned for nothing"
+
+
+def test_records_that_cannot_be_pinned_are_written_by_the_agent(
+    engine: CudaEngine, gpu: FakeGpu, world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    world.until(lambda: pinned_for_pages(gpu) == world.config.pool_bytes)
+    gpu.pins = False
+    other = CudaEngine(world, gpu, instance=Instance("other", "1"))
+    assert "ends of copies are told a little later" in caplog.text
+    other.save(hashes(1), [5])
+    plan = other.start(hashes(1), [20])
+    world.until(lambda: other.state(plan.record) is RecordState.DONE)
+    assert (other.kv[20] == other.kv[5]).all()
+    world.until(lambda: not len(world.agent.restores))
+
+
+def test_records_stay_pinned_while_one_registration_of_the_session_is_left(
+    engine: CudaEngine, gpu: FakeGpu, world: World
+) -> None:
+    records = engine.worker.session.records
+    assert records is not None and gpu.pinned[records.address] == REGION_BYTES
+    second = gpu.allocate(BLOCKS * PAGE)
+    challenge = answer(engine.worker, message(gpu, second, instance=Instance("second", "1")))
+    meet(second, challenge)
+    registered = answer(engine.worker, ChallengeMet(challenge.challenge))
+    answer(engine.worker, Unregister(engine.registration))
+    world.until(lambda: not gpu.mapped[engine.memory.ctypes.data])
+    assert records.address in gpu.pinned
+    answer(engine.worker, Unregister(registered.registration))
+    world.until(lambda: records.address not in gpu.pinned)
 
 
 def test_waiting_restores_of_an_engine_that_dies_are_never_begun(tmp_path: Path, gpu: FakeGpu) -> None:
@@ -361,13 +482,13 @@ def test_memory_that_cannot_be_pinned_keeps_nothing_and_is_tried_again(
 def test_all_of_the_pool_is_pinned_before_it_is_needed(world: World, gpu: FakeGpu) -> None:
     assert not gpu.pinned, "nothing without an engine"
     CudaEngine(world, gpu)
-    world.until(lambda: sum(gpu.pinned.values()) == world.config.pool_bytes)
+    world.until(lambda: pinned_for_pages(gpu) == world.config.pool_bytes)
 
 
 def test_a_namespace_that_comes_later_gets_what_was_made_ahead_for_the_first(tmp_path: Path, gpu: FakeGpu) -> None:
     with World(tmp_path, driver=gpu, cache_namespaces={"other": {}}) as world:
         CudaEngine(world, gpu)
-        world.until(lambda: sum(gpu.pinned.values()) == world.config.pool_bytes)
+        world.until(lambda: pinned_for_pages(gpu) == world.config.pool_bytes)
         second = CudaEngine(world, gpu, "other")
 
         def kept() -> bool:

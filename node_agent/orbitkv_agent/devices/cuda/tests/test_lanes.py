@@ -1,4 +1,4 @@
-"""The lane: whose chunk goes next, and when a copy has ended."""
+"""Lanes and the express: whose chunk goes next, and when a copy has ended."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
+from orbitkv_agent.devices.base import Word
 from orbitkv_agent.devices.cuda import lanes
+from orbitkv_agent.devices.cuda.express import IN_FLIGHT, Express
 from orbitkv_agent.devices.cuda.geometry import GroupPlaces
 from orbitkv_agent.devices.cuda.lanes import CHUNKS_IN_FLIGHT, CopyJob, Lane
 from orbitkv_agent.devices.cuda.plans import PagesOfGroup
 from orbitkv_agent.devices.cuda.tests.fake_gpu import FakeGpu
 
 PAGE = 1 << 20
-CHUNK = 36
+CHUNK = 28
 """Pages in a chunk."""
 
 
@@ -37,13 +39,24 @@ class Bench:
         base = np.array([self.engine.ctypes.data], np.int64)
         self.places = GroupPlaces(base, one + PAGE, one + PAGE, one, PAGE, base)
         self.lane = Lane(self.gpu, 1000, "lane", to_device=True, post=self.mail.put, lost=self.lost.append)
+        self.express = Express(self.gpu, 1000, "express", post=self.mail.put, lost=self.lost.append)
+        self.word = np.zeros(1, np.uint64)
+        self.gpu.pin(self.word.ctypes.data, 8)
 
-    def job(self, name: str, pages: int, first: int = 0) -> CopyJob:
-        """Submit a copy of pages that are no neighbours on the GPU (so that each is a piece)."""
+    def says(self, value: int) -> Word:
+        """The bench's word."""
+        return Word(self.word.ctypes.data, value)
+
+    def copy(self, name: str, pages: int, first: int = 0, word: Word | None = None) -> CopyJob:
+        """A copy of pages that are no neighbours on the GPU (so that each is a piece)."""
         blocks = first + np.arange(pages, dtype=np.int64)[::-1]
         slots = self.host.ctypes.data + (first + np.arange(pages, dtype=np.int64)) * PAGE
         group = PagesOfGroup(self.places, blocks, slots, np.zeros(pages, np.bool_))
-        job = CopyJob([group], lambda error: self.ended.append((name, error)))
+        return CopyJob([group], lambda error: self.ended.append((name, error)), word=word)
+
+    def job(self, name: str, pages: int, first: int = 0, word: Word | None = None) -> CopyJob:
+        """Submit such a copy."""
+        job = self.copy(name, pages, first, word)
         self.lane.submit(job)
         return job
 
@@ -63,6 +76,7 @@ def bench() -> Iterator[Bench]:
     bench.gpu.broken = False
     bench.gpu.release()
     bench.lane.close()
+    bench.express.close()
 
 
 def test_a_small_restore_overtakes_a_large_one(bench: Bench) -> None:
@@ -73,6 +87,7 @@ def test_a_small_restore_overtakes_a_large_one(bench: Bench) -> None:
     bench.gpu.release()
     bench.until(lambda: len(bench.ended) == 2)
     assert bench.ended == [("small", ""), ("large", "")]
+    assert not bench.lane.copies
     # The small one went as the next or the one after.
     assert bench.gpu.calls.index(8) <= CHUNKS_IN_FLIGHT + 1
 
@@ -89,7 +104,7 @@ def test_a_large_restore_is_not_starved_by_small_ones(bench: Bench) -> None:
     assert names.index("large") < 10, "every other chunk belongs to the oldest copy"
 
 
-def test_the_gpu_has_two_chunks_at_most(bench: Bench) -> None:
+def test_the_gpu_has_a_few_chunks_at_most(bench: Bench) -> None:
     bench.gpu.hold()
     bench.job("large", 6 * CHUNK)
     bench.until(lambda: len(bench.gpu.calls) == CHUNKS_IN_FLIGHT)
@@ -158,3 +173,80 @@ def test_the_bytes_arrive(bench: Bench) -> None:
     bench.until(lambda: bench.ended)
     pages = bench.host[: 100 * PAGE].reshape(100, PAGE)
     assert (bench.engine[: 100 * PAGE].reshape(100, PAGE)[::-1] == pages).all()
+
+
+def test_the_word_of_a_copy_comes_with_its_last_byte(bench: Bench) -> None:
+    bench.gpu.hold()
+    bench.job("large", 2 * CHUNK, word=bench.says(7))
+    bench.until(lambda: len(bench.gpu.calls) == 2)
+    assert bench.word[0] == 0
+    bench.gpu.release()
+    bench.until(lambda: bench.ended)
+    assert bench.word[0] == 7
+
+
+def test_a_copy_of_which_a_chunk_was_refused_has_no_word(bench: Bench) -> None:
+    bench.gpu.refuse = 1
+    bench.job("bad", CHUNK, word=bench.says(7))
+    assert bench.express.take(bench.copy("bad too", 8, word=bench.says(8)))
+    bench.until(lambda: len(bench.ended) == 2)
+    assert all("CUDA_ERROR_INVALID_VALUE" in error for _, error in bench.ended)
+    assert bench.word[0] == 0
+
+
+def test_the_express_hands_a_copy_to_the_gpu_at_once(bench: Bench) -> None:
+    bench.gpu.hold()
+    assert bench.express.take(bench.copy("small", 8, word=bench.says(7)))
+    assert bench.gpu.calls == [8]
+    bench.gpu.release()
+    bench.until(lambda: bench.ended)
+    assert bench.ended == [("small", "")] and bench.word[0] == 7
+
+
+def test_the_express_takes_small_copies_only_and_few_at_a_time(bench: Bench) -> None:
+    bench.gpu.hold()
+    assert not bench.express.take(bench.copy("nothing", 0))
+    large = bench.copy("large", 37)
+    assert not bench.express.take(large)
+    for i in range(IN_FLIGHT):
+        assert bench.express.take(bench.copy(f"small{i}", 2, first=2 * i + 100))
+    late = bench.copy("late", 2, first=150)
+    assert not bench.express.take(late)
+    bench.lane.submit(large)
+    bench.lane.submit(late)
+    bench.gpu.release()
+    bench.until(lambda: len(bench.ended) == IN_FLIGHT + 2)
+    assert all(not error for _, error in bench.ended)
+    assert bench.express.take(bench.copy("next", 2)), "there is room again"
+    bench.until(lambda: bench.ended[-1] == ("next", ""))
+
+
+def test_a_copy_in_more_pieces_than_one_call_takes_is_left_to_a_lane_whole(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("orbitkv_agent.devices.cuda.plans.CHUNK_PIECES", 4)
+    bench.host[:] = bench.gpu.allocate(bench.host.nbytes)
+    many = bench.copy("many", 10)
+    assert not bench.express.take(many)
+    bench.lane.submit(many)
+    bench.until(lambda: bench.ended)
+    assert bench.ended == [("many", "")] and bench.gpu.calls == [4, 4, 2]
+    assert (bench.engine.reshape(-1, PAGE)[:10][::-1] == bench.host.reshape(-1, PAGE)[:10]).all()
+
+
+def test_a_gpu_that_fails_under_the_express_proves_no_end(bench: Bench) -> None:
+    bench.gpu.hold()
+    assert bench.express.take(bench.copy("uncertain", 8, word=bench.says(7)))
+    bench.gpu.broken = True
+    bench.until(lambda: bench.lost)
+    assert not bench.ended and bench.word[0] == 0
+
+
+def test_saves_go_in_larger_chunks_because_nobody_waits_behind_them(bench: Bench) -> None:
+    bench.host[:] = 0
+    lane = Lane(bench.gpu, 1000, "saves", to_device=False, post=bench.mail.put, lost=bench.lost.append)
+    lane.submit(bench.copy("save", 100))
+    bench.until(lambda: bench.ended)
+    lane.close()
+    assert bench.gpu.calls == [72, 28]
+    assert (bench.host.reshape(-1, PAGE)[:100] == bench.engine.reshape(-1, PAGE)[:100][::-1]).all()

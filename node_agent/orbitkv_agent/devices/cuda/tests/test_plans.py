@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from orbitkv.protocol.messages import GroupGeometry, LayerRegion
 from orbitkv_agent.devices.cuda import plans
 from orbitkv_agent.devices.cuda.geometry import group_places
-from orbitkv_agent.devices.cuda.plans import PagesOfGroup, plan_copy
+from orbitkv_agent.devices.cuda.plans import FEW_PAGES, PagesOfGroup, plan_copy
 
 ENGINE, HOST = 1 << 40, 1 << 30
 UNIT = 4096
@@ -62,16 +62,19 @@ KINDS = ["layer-outermost", "block-outermost", "apart", "padded"]
     order=st.permutations(range(8)),
     slots=st.permutations(range(8)),
     count=st.integers(1, 8),
+    few=st.sampled_from([0, 8]),
 )
 def test_a_plan_moves_every_byte_of_every_page_to_its_place(
-    kind: str, layers: int, size: int, order: list[int], slots: list[int], count: int
+    kind: str, layers: int, size: int, order: list[int], slots: list[int], count: int, few: int
 ) -> None:
     geometry = layout(kind, layers, 8, size)
     at = addresses(geometry)
     padded = -(-layers * size // UNIT) * UNIT
     blocks = np.array(order[:count], np.int64)
     offsets = np.array(slots[:count], np.int64) * padded
-    plan = plan_copy([PagesOfGroup(group_places(geometry, at), blocks, HOST + offsets, offsets == 0)])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plans, "FEW_PAGES", few)
+        plan = plan_copy([PagesOfGroup(group_places(geometry, at), blocks, HOST + offsets, offsets == 0)])
     expected = {}
     for block, offset in zip(blocks.tolist(), offsets.tolist(), strict=True):
         for i, region in enumerate(geometry.layers):
@@ -96,13 +99,23 @@ def test_a_page_of_a_block_outermost_layout_is_one_piece() -> None:
 def test_neighbours_on_both_sides_are_one_piece() -> None:
     geometry = layout("block-outermost", 2, 64, 2048)
     places = group_places(geometry, addresses(geometry))
-    pages = HOST + np.arange(6, dtype=np.int64) * 4096
-    blocks = np.array([4, 5, 6, 20, 21, 9])
-    plan = plan_copy([PagesOfGroup(places, blocks, pages, np.zeros(6, np.bool_))])
-    assert plan.sizes.tolist() == [3 * 4096, 2 * 4096, 4096]
+    pages = HOST + np.arange(22, dtype=np.int64) * 4096
+    blocks = np.array([4, 5, 6, 20, 21, 9, *range(60, 28, -2)])
+    plan = plan_copy([PagesOfGroup(places, blocks, pages, np.zeros(22, np.bool_))])
+    assert plan.sizes.tolist() == [3 * 4096, 2 * 4096, 4096] + 16 * [4096]
 
 
-def test_pages_of_neighbouring_arenas_are_never_one_piece() -> None:
+def test_a_few_whole_pages_are_a_piece_each() -> None:
+    geometry = layout("block-outermost", 2, 64, 2048)
+    places = group_places(geometry, addresses(geometry))
+    pages = HOST + np.arange(FEW_PAGES, dtype=np.int64) * 4096
+    plan = plan_copy([PagesOfGroup(places, np.arange(FEW_PAGES), pages, np.zeros(FEW_PAGES, np.bool_))])
+    assert plan.sizes.tolist() == FEW_PAGES * [4096]
+    assert plan.chunks == [(0, FEW_PAGES, FEW_PAGES * 4096)]
+
+
+def test_pages_of_neighbouring_arenas_are_never_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plans, "FEW_PAGES", 0)
     geometry = layout("block-outermost", 1, 64, 4096)
     places = group_places(geometry, addresses(geometry))
     pages = HOST + np.arange(4, dtype=np.int64) * 4096
@@ -119,8 +132,8 @@ def test_blocks_of_neighbouring_allocations_are_never_one_piece() -> None:
     assert plan.sizes.tolist() == [4096, 4096]
 
 
-@pytest.mark.parametrize(("pages", "size", "most"), [(100, 36 * 65536, 16), (1000, 16384, 256), (40, 1 << 20, 36)])
-def test_a_chunk_has_at_most_36_mib_and_256_pieces(pages: int, size: int, most: int) -> None:
+@pytest.mark.parametrize(("pages", "size", "most"), [(100, 36 * 65536, 12), (1000, 16384, 256), (40, 1 << 20, 28)])
+def test_a_chunk_has_at_most_28_mib_and_256_pieces(pages: int, size: int, most: int) -> None:
     geometry = layout("block-outermost", 1, 2 * pages, size)
     places = group_places(geometry, addresses(geometry))
     blocks = np.arange(pages) * 2  # no neighbours
@@ -137,5 +150,5 @@ def test_a_piece_larger_than_a_chunk_is_cut() -> None:
     places = group_places(geometry, addresses(geometry))
     pages = HOST + np.arange(20, dtype=np.int64) * (4 << 20)
     plan = plan_copy([PagesOfGroup(places, np.arange(20), pages, np.zeros(20, np.bool_))])
-    assert plan.sizes.tolist() == [36 << 20, 36 << 20, 8 << 20]
+    assert plan.sizes.tolist() == [28 << 20, 28 << 20, 24 << 20]
     assert len(plan.chunks) == 3
