@@ -247,6 +247,7 @@ def test_every_pod_that_asks_is_told_what_became_of_it(team: Team, kubectl: Kube
     ):
         uses, words = team.explained(name, namespace=where)
         assert not uses and expected in words, words
+    kubectl.delete("cachenamespace", "waiting", team.namespace)  # doctor is to find nothing wrong in a later test
 
 
 def test_engine_that_loses_its_access_is_told_so(team: Team, kubectl: Kubectl) -> None:

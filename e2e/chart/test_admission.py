@@ -557,15 +557,25 @@ def test_workload_made_with_its_annotation_has_the_copy_from_the_first_moment(se
 def test_pods_are_made_without_a_webhook_and_with_one_that_hangs_or_cannot_be_trusted(
     server: Server, team: str
 ) -> None:
-    def made_within(seconds: float) -> Object:
+    def made() -> Object:
         began = time.monotonic()
         pod = server.create(asking(), team)
-        assert time.monotonic() - began < seconds
+        assert time.monotonic() - began < 20, "most of it is this machine's other work: how often it was asked counts"
         return pod
 
+    def let_pass() -> int:
+        """How many pods the apiserver has let pass for want of an answer: each costs the two seconds that we allow."""
+        lines = server.kubectl.run("get", "--raw", "/metrics").splitlines()
+        counts = [
+            it for it in lines if it.startswith('apiserver_admission_webhook_fail_open_count{name="pods.orbitkv.io"')
+        ]
+        return sum(int(float(each.rpartition(" ")[2])) for each in counts)
+
+    before = let_pass()
     with server.webhook.hanging():
-        assert not stamped(made_within(4))
-    assert stamped(made_within(4))
+        assert not stamped(made())
+    assert let_pass() == before + 1, "it was asked once"
+    assert stamped(made())
     found = server.kubectl.get(CONFIGURATION, names.WEBHOOK)
     assert found is not None
     bundle = found["webhooks"][0]["clientConfig"]["caBundle"]
@@ -573,13 +583,13 @@ def test_pods_are_made_without_a_webhook_and_with_one_that_hangs_or_cannot_be_tr
     assert other is not None
     server.trust(other["ca.crt"])
     try:
-        server.kubectl.until(lambda: not stamped(made_within(4)), "the other CA to be in force", timeout=20)
+        server.kubectl.until(lambda: not stamped(made()), "the other CA to be in force", timeout=20)
     finally:
         server.trust(bundle)
     with server.webhook.stopped():
-        assert not stamped(made_within(4))
+        assert not stamped(made())
     server.kubectl.until(server.webhook.ready, "the webhook to be ready", timeout=60)
-    server.kubectl.until(lambda: stamped(made_within(4)), "the webhook to be asked again", timeout=30)
+    server.kubectl.until(lambda: stamped(made()), "the webhook to be asked again", timeout=30)
 
 
 # ----------------------------------------------------------------------------------------------- what the operator does

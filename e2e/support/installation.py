@@ -17,7 +17,7 @@ GROUP = "orbitkv.io"
 VERSION = "v1alpha1"
 HASTY = [
     {"name": f"ORBITKV_OPERATOR_{name}_SECONDS", "value": str(seconds)}
-    for name, seconds in {"PROBE": 5, "SWEEP": 5, "PATIENCE": 10, "STATUS": 1}.items()
+    for name, seconds in {"PROBE": 5, "SWEEP": 5, "PATIENCE": 10, "STATUS": 1, "CHECK": 3}.items()
 ]
 """What the operator is to do within minutes, it does within seconds in tests."""
 SMALL: dict[str, Any] = {"operator": {"env": HASTY, "replicas": 1}, "webhook": {"replicas": 1}}

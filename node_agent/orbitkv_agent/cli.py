@@ -167,6 +167,8 @@ def _load(options: argparse.Namespace) -> LoadedConfig:
 
 
 def _serve(options: argparse.Namespace) -> int:
+    # A container's first process is not ended by a signal that it does not handle, but killed after the pod's grace.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     loaded = _load(options)
     config = loaded.config
     set_up_logging(config.log_level, config.log_format)

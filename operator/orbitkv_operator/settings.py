@@ -106,6 +106,9 @@ class Settings(BaseModel):
     patience_seconds: float = Field(
         default=300, gt=0, description="Time that a pod may be ready before it counts as running without its cache."
     )
+    check_seconds: float = Field(
+        default=30, gt=0, description="Rhythm in which its own certificate and address are looked at."
+    )
     status_seconds: float = Field(
         default=10, gt=0, description="Shortest time between two writes of one object's status."
     )

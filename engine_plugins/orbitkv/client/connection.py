@@ -30,12 +30,14 @@ _CREDENTIALS = struct.Struct("iII")
 _RECEIVE_BYTES = 1 << 16
 _BUSY_POLL_S = 200e-6 if len(os.sched_getaffinity(0)) > 1 else 0.0
 """Most replies come sooner, and being woken up for one takes a good part of that time."""
+_IN_VAIN_COSTS = 8
+"""Looking pays while fewer than one look in so many is in vain; more often others want the processors."""
+_MOST_CREDIT = 4 * _IN_VAIN_COSTS
 _SHORTEST_PAUSE_S = 5e-3
 _LONGEST_PAUSE_S = 1.0
-"""So long calls sleep at once after looking was in vain or was itself interrupted: others want the processors. The
-kernel lets a thread that slept go first when its reply is there; one that spent its share on looking waits until
-another one's is spent, for milliseconds. What only passes by is worth a short pause; where it happens again sooner than
-the last pause was long, the pause is doubled."""
+"""So long calls sleep at once then. The kernel lets a thread that slept go first when its reply is there; one that
+spent its share on looking waits until another one's is spent, for milliseconds. What only passes by is worth a short
+pause; where it happens again sooner than the last pause was long, the pause is doubled."""
 _NEVER_WAIT = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 _fork_count = 0
 
@@ -60,7 +62,8 @@ class Connection:
         OrbitKVError: UNAVAILABLE, no agent listens there; DENIED, somebody else's process does.
     """
 
-    # Of the performance counter; one for all, because they share the processors.
+    # Whether looking pays; one for all, because they share the processors. Times are of the performance counter.
+    _credit = 0
     _crowded_until = 0.0
     _pause_s = _SHORTEST_PAUSE_S
 
@@ -267,8 +270,7 @@ class Connection:
             if self._soon and start >= self._crowded_until:
                 end = start + min(left_s, _BUSY_POLL_S)
                 now = self._look(end)
-                if now > end:
-                    self._looked_in_vain(now)
+                self._looked(now, in_vain=now > end)
             data = self._receive_waiting(left_s, descriptors)
         except BlockingIOError:
             return []
@@ -279,11 +281,18 @@ class Connection:
         return self._frames(data)
 
     @classmethod
-    def _looked_in_vain(cls, now: float) -> None:
-        """Let calls sleep for a while."""
-        calm = now - cls._crowded_until > cls._pause_s
-        cls._pause_s = _SHORTEST_PAUSE_S if calm else min(2 * cls._pause_s, _LONGEST_PAUSE_S)
-        cls._crowded_until = now + cls._pause_s
+    def _looked(cls, now: float, *, in_vain: bool) -> None:
+        """Count a look; where too many are in vain, let calls sleep for a while."""
+        if not in_vain:
+            if cls._credit < _MOST_CREDIT:
+                cls._credit += 1
+            return
+        cls._credit -= _IN_VAIN_COSTS
+        if cls._credit < 0:
+            cls._credit = 0
+            calm = now - cls._crowded_until > cls._pause_s
+            cls._pause_s = _SHORTEST_PAUSE_S if calm else min(2 * cls._pause_s, _LONGEST_PAUSE_S)
+            cls._crowded_until = now + cls._pause_s
 
     def _look(self, end: float) -> float:
         """Look for input without sleeping until there is some, or until `end`; return the time.

@@ -11,6 +11,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -104,3 +105,23 @@ def test_second_agent_on_the_same_socket_is_refused_and_the_first_serves_on(serv
     assert second.stderr.count("\n") == 1
     assert f"another agent (pid {serving.process.pid}) serves {serving.socket_path}" in second.stderr
     assert main(["status", "--socket", serving.socket_path]) == OK
+
+
+def test_told_to_end_while_it_starts_it_ends_at_once(tmp_path: Path) -> None:
+    """By itself: the first process of a container would not be ended by a signal that it does not handle."""
+    config = tmp_path / "agent.yaml"
+    os.mkfifo(config)
+    process = subprocess.Popen([*command(str(tmp_path / "agent.sock"), "off"), "--config", str(config)])
+    deadline = time.monotonic() + START_SECONDS
+    writer = -1
+    while writer < 0:  # until it reads its settings, which never come
+        assert time.monotonic() < deadline
+        with suppress(OSError):
+            writer = os.open(config, os.O_WRONLY | os.O_NONBLOCK)
+        time.sleep(0.01)
+    try:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(START_SECONDS) == 128 + signal.SIGTERM
+    finally:
+        os.close(writer)
+        process.kill()

@@ -20,7 +20,6 @@ logger = logging.getLogger(__name__)
 CERTIFICATES: Final = Key("System", "certificates")
 ENDPOINTS: Final = Key("System", "endpoints")
 KEYS: Final = (CERTIFICATES, ENDPOINTS)
-CHECK_SECONDS: Final = 30.0
 
 
 @dataclass
@@ -46,7 +45,7 @@ class Owner:
 
 @dataclass
 class SystemReconciler:
-    """Brings both up to date; called each half minute."""
+    """Brings both up to date, again and again."""
 
     api: Api
     settings: Settings
@@ -66,7 +65,7 @@ class SystemReconciler:
             self._certificates()
         else:
             self._endpoints()
-        return CHECK_SECONDS
+        return self.settings.check_seconds
 
     def _certificates(self) -> None:
         namespace = self.settings.namespace

@@ -15,7 +15,7 @@ from orbitkv_operator.cluster.api import CONFIG_MAPS, PODS, SECRETS, WEBHOOKS, A
 from orbitkv_operator.cluster.compare import covers
 from orbitkv_operator.queue import Key
 from orbitkv_operator.reconcile.payload import PayloadPulls
-from orbitkv_operator.reconcile.system import CHECK_SECONDS, Owner, renew_secret
+from orbitkv_operator.reconcile.system import Owner, renew_secret
 from orbitkv_operator.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ WEBHOOK: Final = Key("Webhook", "webhook")
 
 @dataclass
 class WebhookReconciler:
-    """Brings all three up to date; called each half minute."""
+    """Brings all three up to date, again and again."""
 
     api: Api
     settings: Settings
@@ -40,7 +40,7 @@ class WebhookReconciler:
         """
         self._certificate()
         self._findings()
-        return CHECK_SECONDS
+        return self.settings.check_seconds
 
     def _certificate(self) -> None:
         """Keep certificate and CA; with cert-manager, it and its injector of CAs do."""

@@ -405,6 +405,7 @@ def test_calls_look_for_replies_without_sleeping_only_while_nobody_else_wants_th
         return end + 1e-9 if in_vain else look(connection, end)
 
     monkeypatch.setattr(Connection, "_look", counted)
+    monkeypatch.setattr(Connection, "_credit", 0)
     monkeypatch.setattr(Connection, "_crowded_until", 0.0)
     monkeypatch.setattr(connection_module, "_BUSY_POLL_S", 5.0)  # every reply here comes that soon
     monkeypatch.setattr(connection_module, "_SHORTEST_PAUSE_S", 60.0)
@@ -413,18 +414,32 @@ def test_calls_look_for_replies_without_sleeping_only_while_nobody_else_wants_th
     assert len(looks) == 1 if in_vain else len(looks) >= 5  # the first reply may have been the first that came so soon
 
 
-def test_looking_in_vain_is_worth_a_short_pause_and_once_more_a_longer_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Connection, "_crowded_until", 0.0)
-    monkeypatch.setattr(Connection, "_pause_s", 0.005)
+@pytest.fixture
+def fresh_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if no client of this process had looked for a reply yet."""
+    for name, value in (("_credit", 0), ("_crowded_until", 0.0), ("_pause_s", 0.005)):
+        monkeypatch.setattr(Connection, name, value)
+
+
+@pytest.mark.usefixtures("fresh_looks")
+def test_looking_in_vain_is_worth_a_short_pause_and_once_more_a_longer_one() -> None:
     now, pauses = 100.0, []
     for calm in (60, 0.002, 0.002, 0.002, 60, 60):  # seconds from the end of a pause to the next one
         now = max(now, Connection._crowded_until) + calm
-        Connection._looked_in_vain(now)
+        Connection._looked(now, in_vain=True)
         pauses.append(round(Connection._crowded_until - now, 4))
     assert pauses == [0.005, 0.01, 0.02, 0.04, 0.005, 0.005]
     for _ in range(20):
-        Connection._looked_in_vain(Connection._crowded_until)
+        Connection._looked(Connection._crowded_until, in_vain=True)
     assert Connection._pause_s == 1.0
+
+
+@pytest.mark.usefixtures("fresh_looks")
+@pytest.mark.parametrize(("one_in", "pauses"), [(20, False), (4, True)])
+def test_a_look_in_vain_now_and_then_is_no_reason_to_pause(one_in: int, pauses: bool) -> None:
+    for number in range(1, 200):
+        Connection._looked(100.0 + number, in_vain=number % one_in == 0)
+    assert (Connection._crowded_until > 0) is pauses
 
 
 def test_copies_make_room_for_the_engines_own_threads(engine: Engine) -> None:

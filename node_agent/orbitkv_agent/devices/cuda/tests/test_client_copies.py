@@ -136,7 +136,7 @@ def running(tmp_path: Path, gpu: FakeGpu) -> Iterator[Running]:
     gpu.release()
     running.close()
     assert running.drained
-    assert not +gpu.mapped and not gpu.pinned
+    assert not +gpu.mapped and not gpu.pinned and not gpu.strays
 
 
 @pytest.fixture

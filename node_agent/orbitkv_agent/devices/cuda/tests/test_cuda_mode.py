@@ -57,6 +57,7 @@ def world(tmp_path: Path, gpu: FakeGpu) -> Iterator[World]:
         gpu.release()
     assert not +gpu.mapped, "engine memory stayed mapped"
     assert not gpu.pinned, "host memory stayed pinned"
+    assert not gpu.strays, "the GPU was told to use host memory that is not pinned"
 
 
 def pinned_for_pages(gpu: FakeGpu) -> int:
