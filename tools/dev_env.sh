@@ -23,7 +23,6 @@ if [ "${made_from%% *}" != "$base" ]; then
     "$python" -m venv .venv
 fi
 echo "$base incomplete" > "$stamp"
-# Not compiled ahead: most of what the packages bring is never imported, and what is, is compiled then.
-.venv/bin/python -m pip install --disable-pip-version-check --quiet --no-compile --editable '.[dev]'
+.venv/bin/python -m pip install --disable-pip-version-check --quiet --editable '.[dev]'
 echo "$base $project" > "$stamp"
 echo "set-up: .venv is ready"

@@ -84,7 +84,8 @@ class Processes:
     def running(self, name: str) -> bool:
         """Whether a process that was started has not ended."""
         record = self.record(name)
-        return record is not None and start_time(record.pid) == record.started
+        # one that had ended before its start could be read has none
+        return record is not None and bool(record.started) and start_time(record.pid) == record.started
 
     def start(self, name: str, command: Sequence[str], environment: dict[str, str] | None = None) -> int:
         """Starts a process in a session of its own and returns its number. Its output goes to its log."""

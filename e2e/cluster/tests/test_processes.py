@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,6 +49,22 @@ def test_a_process_that_ends_is_named_with_the_end_of_its_log(processes: Process
     processes.start("broken", ["sh", "-c", "echo no such option; exit 2"])
     with pytest.raises(ClusterError, match=r"a service: broken has ended(.|\n)*no such option"):
         processes.wait_ready("broken", lambda: False, "a service", timeout=10)
+
+
+def test_a_process_that_ends_before_anybody_looks_at_it_does_not_run(
+    processes: Processes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spawn = os.posix_spawn
+
+    def spawn_and_see_it_end(*command: Any, **options: Any) -> int:
+        pid = spawn(*command, **options)
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        return pid
+
+    monkeypatch.setattr(os, "posix_spawn", spawn_and_see_it_end)
+    processes.start("broken", ["true"])
+    assert not processes.running("broken")
+    processes.stop("broken")
 
 
 def test_a_process_that_is_never_ready_is_named_too(processes: Processes) -> None:
