@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import time
@@ -20,8 +19,9 @@ from kubernetes.client.exceptions import ApiException
 from bench.admission import alternating
 from bench.admission_start import pod_start
 from bench.figures import Figure, say
+from bench.operator_cluster import LABEL, fake_nodes, make_nodes
 from e2e.cluster.cluster import Cluster
-from e2e.support.installation import Installation, fake_node_object, installed
+from e2e.support.installation import Installation, installed
 from e2e.support.target import Target, connect
 from images import build
 from orbitkv_crds import names, stamps
@@ -36,7 +36,6 @@ LIMIT: Final = 900.0
 ENVIRONMENT: Final = [{"name": "ORBITKV_OPERATOR_PATIENCE_SECONDS", "value": "7200"}]
 """The operator as users have it, not as tests do. KWOK's pods have no engines, which each would be told after five
 minutes."""
-FAKE: Final = {"orbitkv-bench": "node"}
 CONFIGURATION: Final = "mutatingwebhookconfiguration"
 STAMPED: Final = f"{names.LABEL_CACHE}={stamps.LABEL_VALUE}"
 
@@ -65,7 +64,8 @@ def run() -> list[Figure]:
 def _thousands(target: Target, cluster: Cluster, api: KubernetesApi, installation: Installation) -> list[Figure]:
     """Measure how fast pods by the thousand run, with the webhook and without."""
     ratios: list[float] = []
-    with _fake_nodes(target, cluster):
+    with fake_nodes(cluster):
+        make_nodes(target.kubectl, api, [f"bench-{number}" for number in range(NODES)])
 
         def measured(asked: bool = True) -> float:
             namespace = installation.make_namespace()
@@ -139,7 +139,7 @@ def _pod(number: int) -> Object:
     spec = {
         "containers": [container],
         "volumes": volumes,
-        "nodeSelector": FAKE,
+        "nodeSelector": {LABEL: "node"},
         "tolerations": [{"operator": "Exists"}],
     }
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
@@ -184,27 +184,6 @@ def _no_webhook(target: Target) -> Iterator[None]:
             key: found["metadata"][key] for key in ("name", "labels", "annotations") if key in found["metadata"]
         }
         kubectl.create(found | {"metadata": metadata})
-
-
-@contextmanager
-def _fake_nodes(target: Target, cluster: Cluster) -> Iterator[None]:
-    """Nodes that KWOK plays."""
-    cluster.start_kwok()
-    found = [f"bench-{number}" for number in range(NODES)]
-    try:
-        target.kubectl.run(
-            *("apply", "--server-side", "-f", "-"),
-            stdin=json.dumps(
-                {"apiVersion": "v1", "kind": "List", "items": [fake_node_object(name, FAKE) for name in found]}
-            ),
-            timeout=LIMIT,
-        )
-        ready = ("--selector=orbitkv-bench=node", "--for=condition=Ready", f"--timeout={LIMIT:.0f}s")
-        target.kubectl.run("wait", "node", *ready, timeout=LIMIT)
-        yield
-    finally:
-        target.kubectl.run("delete", "nodes", "--selector=orbitkv-bench=node", "--wait=false", timeout=LIMIT)
-        cluster.stop_kwok()
 
 
 def _memory(installation: Installation) -> float:
