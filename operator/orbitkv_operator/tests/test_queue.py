@@ -33,6 +33,24 @@ def test_key_is_not_handled_by_two_at_one_time() -> None:
     assert queue.take() == A
 
 
+def test_who_waits_is_told_of_a_key_that_came_due_while_another_handled_it() -> None:
+    queue, taken = KeyedQueue(), []
+    queue.add(A)
+    assert queue.take() == A
+    waiting = threading.Thread(target=lambda: taken.append(queue.take()), daemon=True)
+    waiting.start()
+    deadline = time.monotonic() + 10
+    while not queue._condition._waiters:  # type: ignore[attr-defined]
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    queue.add(A)  # it looks, and passes over what is handled
+    queue.add(B, 60)
+    time.sleep(0.05)
+    queue.done(A)
+    waiting.join(10)
+    assert taken == [A]
+
+
 def test_adding_brings_forward_and_never_back() -> None:
     queue = KeyedQueue()
     queue.add(A, 60)

@@ -18,6 +18,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from orbitkv_agent.cluster import reports
+from orbitkv_agent.cluster.settings import ClusterSettings
 from orbitkv_agent.cluster.tests.fake_apiserver import FakeApiserver
 from orbitkv_agent.cluster.tests.world import ClusterWorld
 from orbitkv_agent.observe.demand import Demand, LastHour
@@ -233,6 +234,20 @@ def test_the_operator_sets_the_rhythm(reporting: ClusterWorld, operator: Operato
     reporter = reporting.cluster._reporter
     assert reporter is not None
     reporting.until(lambda: reporter._interval_s == 3600)
+
+
+@pytest.mark.parametrize(("failures", "longest"), [(0, 1.2 * 3600), (1, 1.2 * 15)])
+def test_an_operator_that_begins_anew_hears_of_everybody_soon_whatever_the_rhythm_was(
+    monkeypatch: pytest.MonkeyPatch, failures: int, longest: float
+) -> None:
+    names = dict.fromkeys(("pool", "node_name", "pod_name", "pod_namespace", "pod_uid"), "x")
+    settings = ClusterSettings.model_validate(names)
+    reporter = reports.Reporter(settings, make=pb.Report, post=lambda _: None)
+    waits: list[float] = []
+    monkeypatch.setattr(reporter._wake, "wait", waits.append)
+    reporter._interval_s, reporter._failures = 3600, failures
+    reporter._wait()
+    assert longest / 1.5 <= waits[0] <= longest
 
 
 def test_engines_that_come_and_go_are_reported_at_once_however_long_the_interval_is(

@@ -34,6 +34,7 @@ class FakeGpu:
         broken: waiting fails, as on a GPU that is lost.
         compute_mode: of all GPUs; in any but "default" no second process gets a context.
         pins: whether host memory can be pinned.
+        told: for each word that was written, how many calls of `copy` had been carried out by then.
         strays: pieces and words for host memory that was not pinned, or no longer when their turn came.
     """
 
@@ -49,6 +50,7 @@ class FakeGpu:
         self.broken = False
         self.compute_mode = "default"
         self.pins = True
+        self.told: list[int] = []
         self.strays = 0
         self.memory: dict[int, npt.NDArray[np.uint8]] = {}
         self._count = gpus
@@ -58,6 +60,7 @@ class FakeGpu:
         self._changed = threading.Condition()
         self._held = False
         self._unobserved = False
+        self._carried_out = 0
         self._streams: dict[int, deque[Any]] = {}
         self._done: set[int] = set()
 
@@ -227,6 +230,7 @@ class FakeGpu:
             for destination, source, size in pieces:
                 if self._is_pinned(source if to_device else destination, size):
                     ctypes.memmove(destination, source, size)
+            self._carried_out += 1
 
         with self._changed:
             self.calls.append(len(pieces))
@@ -239,6 +243,7 @@ class FakeGpu:
         assert self._is_pinned(address, 8), "a word lies outside the host memory that was pinned"
 
         def work() -> None:
+            self.told.append(self._carried_out)
             if self._is_pinned(address, 8):
                 ctypes.c_uint64.from_address(address).value = value
 

@@ -175,13 +175,18 @@ def test_the_bytes_arrive(bench: Bench) -> None:
     assert (bench.engine[: 100 * PAGE].reshape(100, PAGE)[::-1] == pages).all()
 
 
-def test_the_word_of_a_copy_comes_with_its_last_byte(bench: Bench) -> None:
+@pytest.mark.parametrize("plan_pages", [lanes.PLAN_PAGES, 40])
+def test_the_word_of_a_copy_comes_once_and_with_its_last_byte(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, plan_pages: int
+) -> None:
+    monkeypatch.setattr(lanes, "PLAN_PAGES", plan_pages)
     bench.gpu.hold()
-    bench.job("large", 2 * CHUNK, word=bench.says(7))
-    bench.until(lambda: len(bench.gpu.calls) == 2)
+    bench.job("large", 4 * CHUNK, word=bench.says(7))
+    bench.until(lambda: len(bench.gpu.calls) == CHUNKS_IN_FLIGHT)
     assert bench.word[0] == 0
     bench.gpu.release()
     bench.until(lambda: bench.ended)
+    assert bench.gpu.told == [len(bench.gpu.calls)] and sum(bench.gpu.calls) == 4 * CHUNK
     assert bench.word[0] == 7
 
 
