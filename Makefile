@@ -56,7 +56,7 @@ cluster-down: setup ## end that Kubernetes and remove all of it
 	@$(python) -m e2e.cluster down
 
 images: setup ## build the container images (needs root), and load them into the cluster if it runs
-	@$(python) -m images
+	@$(python) -m images $(if $(REGISTRY),--push $(REGISTRY))
 
 clean: ## remove what was made in the tree (what takes long to make stays in ORBITKV_CACHE)
 	@rm -rf .venv .venv.lock build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

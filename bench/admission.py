@@ -11,18 +11,17 @@ import asyncio
 import json
 import os
 import ssl
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from bench.figures import Figure, percentile, say
+from bench.figures import Figure, percentile, told
 from orbitkv_operator.admission.server import PATH
 from orbitkv_operator.admission.tests.pods import NAMESPACE, table
 from orbitkv_operator.certificates import Serving, read, renewed
@@ -37,7 +36,7 @@ def run() -> list[Figure]:
     """Measure what this machine can."""
     from bench import admission_cluster
 
-    return [*reviews(), *admission_cluster.run()]
+    return [*told(reviews()), *admission_cluster.run()]
 
 
 # -------------------------------------------------------------------------------------------------------------- reviews
@@ -148,14 +147,3 @@ async def _load(port: int, serving: Serving, bodies: Sequence[bytes]) -> _Found:
         await asyncio.gather(*waiting)
         found.seconds = time.perf_counter() - began
     return found
-
-
-def alternating(with_it: Callable[[], float], without_it: Callable[[], float], pairs: int) -> tuple[float, float]:
-    """Measure both in turn, the order turning too; return the medians."""
-    first: list[float] = []
-    second: list[float] = []
-    for number in range(pairs):
-        for measured, into in ((with_it, first), (without_it, second))[:: 1 if number % 2 else -1]:
-            into.append(measured())
-        say(f"  pair {number + 1} of {pairs}: {first[-1]:.2f} with, {second[-1]:.2f} without")
-    return statistics.median(first), statistics.median(second)

@@ -127,7 +127,7 @@ def _start(target: Target, api: KubernetesApi, namespace: str, pod: Object, wait
             raise RuntimeError(f"pod {name} does not start: see kubectl describe pod -n {namespace} {name}")
         time.sleep(LOOK_SECONDS)
     running = time.time() - began
-    while not (told := target.kubectl.logs(name, namespace, "--container=engine")):
+    while not (told := target.kubectl.logs(name, namespace, "engine")):
         if time.monotonic() > deadline:
             raise RuntimeError(f"pod {name} does not tell when it began")
     api.delete(PODS, namespace, name, uid=made["metadata"]["uid"])

@@ -56,6 +56,12 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def told(figures: list[Figure]) -> list[Figure]:
+    """Say figures as soon as they are there, and return them: a long run may be cut before its end."""
+    say(table(figures))
+    return figures
+
+
 def machine() -> str:
     """This machine in a few words."""
     model = platform.processor() or platform.machine()

@@ -26,6 +26,7 @@ from orbitkv_crds import names
 from orbitkv_operator.cluster.api import (
     CACHES,
     CONFIG_MAPS,
+    DAEMON_SETS,
     ENDPOINT_SLICES,
     PODS,
     KubernetesApi,
@@ -89,14 +90,12 @@ class _Bench:
         statuses = on.Statuses(self.client)
         statuses.start()
         try:
-            self.say("all agents report")
-            fleet.start(self.agents(self.nodes))
-            self.settle(fleet)
+            found.append(self.first_reports(fleet))
+            self.settle()
             found += self.rest(fleet, statuses)
             found.append(self.condition(fleet, statuses))
             found += self.churn(fleet)
-            if fleet.failed:
-                say(f"    of {fleet.pushed + fleet.failed} reports {fleet.failed} failed: {fleet.problem}")
+            say(f"    {fleet.pushed} reports were taken, {how_others_fared(fleet)}")
         finally:
             statuses.stop()
             fleet.close()
@@ -144,12 +143,13 @@ class _Bench:
         began = on.usage(self.cluster, self.installation)
         self.installation.make_pool(POOL, ready=0, **self.pool())
         child = names.pool_object_name(POOL)
-        mine = on.until_daemon_set(self.api, self.namespace, child, "currentNumberScheduled", NODES)
+        made = on.wait(lambda: self.without(child), f"DaemonSet {child}", interval=0.05)
+        mine = made + on.until_daemon_set(self.api, self.namespace, child, "currentNumberScheduled", NODES)
         mine_ready = mine + on.until_daemon_set(self.api, self.namespace, child, "numberReady", NODES)
         operator, apiserver = on.cores(began, on.usage(self.cluster, self.installation))
         self.say(
-            f"created in {mine:.1f} s, ready in {mine_ready:.1f} s, meanwhile {operator:.2f} cores of operator and "
-            f"{apiserver:.2f} of apiserver"
+            f"DaemonSet after {made:.1f} s, created in {mine:.1f} s, ready in {mine_ready:.1f} s, meanwhile "
+            f"{operator:.2f} cores of operator and {apiserver:.2f} of apiserver"
         )
         return [
             Figure("all_agents_created_s", mine, "s", baseline=created, bound=1.2 * created),
@@ -165,6 +165,10 @@ class _Bench:
             "tolerations": [{"operator": "Exists"}],
             "updateStrategy": {"maxUnavailable": "10%"},
         }
+
+    def without(self, daemon_set: str) -> str:
+        """Return that there is no such DaemonSet, in words; nothing if there is one."""
+        return "" if self.api.get(DAEMON_SETS, self.namespace, daemon_set) else f"there is no {daemon_set}"
 
     def left(self, labels: str) -> str:
         """Return how many pods of the release namespace have labels, in words; nothing if none has."""
@@ -240,9 +244,26 @@ class _Bench:
         """Return the CacheNamespaces that engines on a node use."""
         return [self.caches[(node + step) % NODES] for step in range(CACHES_A_NODE)]
 
-    def settle(self, fleet: Fleet) -> None:
-        """Wait until everything has been said once: all reports, the pool's status, and that of each cache."""
-        on.wait(lambda: f"{fleet.silent()} agents are silent" if fleet.silent() else "", "all agents to report")
+    def first_reports(self, fleet: Fleet) -> Figure:
+        """Time how long it takes until all agents are heard of, which begin within 15 s."""
+        agents = self.agents(self.nodes)
+        self.say("all agents report")
+        began = on.usage(self.cluster, self.installation)
+        fleet.start(agents)
+        taken = self.heard_of(fleet)
+        operator, apiserver = on.cores(began, on.usage(self.cluster, self.installation))
+        self.say(
+            f"all are heard of after {taken:.0f} s, {how_others_fared(fleet)}; meanwhile {operator:.2f} cores of "
+            f"operator and {apiserver:.2f} of apiserver"
+        )
+        return Figure("first_reports_s", taken, "s")
+
+    def heard_of(self, fleet: Fleet) -> float:
+        """Wait until each agent has had a report taken; return the seconds that it took."""
+        return on.wait(lambda: f"{fleet.silent()} agents are silent" if fleet.silent() else "", "all agents to report")
+
+    def settle(self) -> None:
+        """Wait until everything has been said once: the pool's status, and that of each cache."""
         self.say("the pool's status")
         self.kubectl.wait("managerpool", POOL, has_condition("Ready"), "the pool to be Ready", timeout=on.LIMIT)
 
@@ -315,7 +336,7 @@ class _Bench:
         on.until_daemon_set(self.api, self.namespace, child, "desiredNumberScheduled", NODES)
         on.until_daemon_set(self.api, self.namespace, child, "numberReady", NODES)
         fleet.start(self.agents(come))
-        on.wait(lambda: f"{fleet.silent()} agents are silent" if fleet.silent() else "", "all agents to report")
+        self.heard_of(fleet)
         self.kubectl.wait("managerpool", POOL, has_condition("Ready"), "the pool to be Ready", timeout=on.LIMIT)
         after = on.usage(self.cluster, self.installation)
         operator, apiserver = on.cores(before, after)
@@ -339,6 +360,12 @@ class _Bench:
             Figure("reconcile_p99_ms", 1000 * on.quantile(every, 0.99), "ms", bound=1000),
             Figure("reconcile_pool_p99_ms", 1000 * on.quantile(pools, 0.99), "ms"),
         ]
+
+
+def how_others_fared(fleet: Fleet) -> str:
+    """Return how many reports were not taken, in words."""
+    failed = f"{fleet.failed} failed ({fleet.problem})" if fleet.failed else "none failed"
+    return f"{failed}, {fleet.sent_away} came again as the operator was busy"
 
 
 def _settled(cache: Manifest) -> bool:

@@ -17,12 +17,12 @@ from typing import Any, Final
 
 import grpc
 
+from orbitkv_agent.cluster.reports import BUSY_S, PUSH_S
 from orbitkv_crds.agent_api import reports_pb2 as pb
 from orbitkv_crds.agent_api.reports_pb2_grpc import ReportsStub
 
 CHANGE_SECONDS: Final = 10.0
 """Figures are others after this time."""
-PUSH_SECONDS: Final = 5.0
 GIB: Final = 1 << 30
 
 
@@ -113,6 +113,8 @@ class Fleet:
     def __init__(self, address: str, server_name: str, authority: bytes, pool: str) -> None:
         self.pushed = 0
         self.failed = 0
+        self.sent_away = 0
+        """Pushes that the operator was too busy for."""
         self.problem = ""
         """What the last push that failed was answered."""
         self._address = address
@@ -175,16 +177,21 @@ class Fleet:
             stub: Any = ReportsStub(channel)  # its types know calls that block only
             for sequence in itertools.count(1):
                 agent.wake.clear()
+                wait = 0.0
                 try:
                     report = agent.report(self._pool, sequence)
-                    ack = await stub.Push(report, timeout=PUSH_SECONDS, metadata=metadata)
+                    ack = await stub.Push(report, timeout=PUSH_S, metadata=metadata)
                     interval = ack.interval_seconds or interval
                     self.pushed += 1
                     agent.taken = True
                 except grpc.aio.AioRpcError as error:
-                    self.failed += 1
-                    self.problem = f"{error.code().name}: {error.details()}"
+                    if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
+                        self.sent_away += 1
+                        wait = BUSY_S * random.uniform(0.5, 1.5)
+                    else:
+                        self.failed += 1
+                        self.problem = f"{error.code().name}: {error.details()}"
                 try:
-                    await asyncio.wait_for(agent.wake.wait(), interval * random.uniform(0.8, 1.2))
+                    await asyncio.wait_for(agent.wake.wait(), wait or interval * random.uniform(0.8, 1.2))
                 except TimeoutError:
                     continue

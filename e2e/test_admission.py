@@ -1,6 +1,7 @@
-"""Injection on a real cluster: what an annotated workload's pod finds when it runs, and pods that start without us.
+"""Injection on a real cluster: what an annotated workload's pod finds when it runs.
 
-What the webhook decides, and that it can hold up nothing, is tested without nodes in `chart/test_admission.py`.
+What the webhook decides, and that it can hold up nothing, is tested without nodes in `chart/test_admission.py`; pods
+that start without it, in `test_use.py`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from e2e.support.engines import EnginePod
+from e2e.support.engines import PROGRAM, PYTHON, EnginePod
 from e2e.support.installation import Installation, cache_object, unique
 from e2e.support.kubectl import Kubectl, Object
 from orbitkv_crds import names, stamps
@@ -82,41 +83,18 @@ def running(kubectl: Kubectl, namespace: str, label: str) -> Object:
     return found[0]
 
 
-@contextmanager
-def without_webhook(kubectl: Kubectl, installation: Installation) -> Iterator[None]:
-    """While no replica of the webhook runs."""
-
-    def scale(replicas: int) -> None:
-        where = f"--namespace={installation.namespace}"
-        kubectl.run("scale", "deployment", names.WEBHOOK, f"--replicas={replicas}", where)
-        kubectl.wait(
-            "deployment",
-            names.WEBHOOK,
-            lambda it: it["status"].get("readyReplicas", 0) == replicas == it["status"].get("replicas", 0),
-            f"{replicas} replicas of the webhook",
-            namespace=installation.namespace,
-            timeout=90,
-        )
-
-    found = kubectl.get("deployment", names.WEBHOOK, installation.namespace)
-    assert found is not None
-    scale(0)
-    labels = "app.kubernetes.io/name=orbitkv,app.kubernetes.io/component=webhook"
-    try:
-        # they go on serving for a while, so that no request is lost when one is replaced
-        kubectl.until(
-            lambda: not kubectl.list_all("pods", installation.namespace, labels), "the webhook's pods to be gone"
-        )
-        yield
-    finally:
-        scale(found["spec"]["replicas"])
+ORDER = """
+workload-0 cache-0 cache-1 workload-1 workload-2 cache-3
+pool cache-2 workload-3 workload-4 cache-4 cache-5 workload-5
+"""
+"""Workloads, the cache namespace of each, and their pool, as they stand in one file: in every order of three things."""
 
 
-def test_annotated_workload_attaches_with_all_of_it_applied_at_once(
+def test_annotated_workloads_attach_with_all_of_it_applied_at_once_in_any_order(
     kubectl: Kubectl, clean: Installation, engine_image: str
 ) -> None:
-    """Workload, cache namespace and pool in one go, the workload first; a quota that leaves room for nothing more."""
-    namespace = clean.make_namespace()
+    """The first has a quota that leaves room for nothing more."""
+    namespace, beside = clean.make_namespace(), clean.make_namespace()
     quota = {
         "apiVersion": "v1",
         "kind": "ResourceQuota",
@@ -125,8 +103,20 @@ def test_annotated_workload_attaches_with_all_of_it_applied_at_once(
     }
     kubectl.apply(quota)
     pool = unique("pool")
-    engine = deployment("engine", namespace, "chat", strict(engine_image, "main", nodeName=NODE))
-    clean.make_pool(pool, ready=0, after=(engine, cache_object("chat", namespace, pool)))
+    made = {
+        "workload-0": deployment("engine", namespace, "chat", strict(engine_image, "main", nodeName=NODE)),
+        "cache-0": cache_object("chat", namespace, pool),
+    }
+    numbers = range(1, 6)
+    for number in numbers:
+        name = f"engine-{number}"
+        spec = strict(engine_image, "main", nodeName=NODE)
+        options = json.dumps({"cache": f"{beside}/{name}", "count": 8, "patience": 90})
+        spec["containers"][0]["command"] = [PYTHON, "-c", PROGRAM, "hold", options]
+        made[f"workload-{number}"] = deployment(name, beside, name, spec)
+        made[f"cache-{number}"] = cache_object(name, beside, pool)
+    earlier, later = ([made[each] for each in part.split()] for part in ORDER.split("pool"))
+    clean.make_pool(pool, ready=0, after=earlier, before=later)
 
     pod = running(kubectl, namespace, "app=engine")
     stamp = stamps.read_injected(pod["metadata"]["annotations"])
@@ -134,13 +124,16 @@ def test_annotated_workload_attaches_with_all_of_it_applied_at_once(
     assert pod["status"]["qosClass"] == "Burstable"
     inside = EnginePod(kubectl, pod["metadata"]["name"], namespace)
     program = "import orbitkv, os; print(orbitkv.__file__, os.environ['PYTHONPATH'])"
-    found, path = kubectl.execute(inside.name, namespace, "python", "-c", program).split()
-    assert found.startswith(names.PAYLOAD_PATH)
+    place, path = kubectl.execute(inside.name, namespace, PYTHON, "-c", program).split()
+    assert place.startswith(names.PAYLOAD_PATH)
     assert path == f"{names.PAYLOAD_PATH}:/the/users/own"
     assert inside.run("save", cache=stamp.namespace, count=10, patience=60)["kept"] == 10
 
-    restarts = [status["restartCount"] for status in pod["status"]["containerStatuses"]]
-    assert restarts == [0]
+    for number in numbers:
+        found = running(kubectl, beside, f"app=engine-{number}")
+        EnginePod(kubectl, found["metadata"]["name"], beside).wait_said("hits")
+    pods = [each for where in (namespace, beside) for each in kubectl.list_all("pods", where)]
+    assert [each["restartCount"] for pod in pods for each in pod["status"]["containerStatuses"]] == [0] * 6
     kubectl.run("annotate", "deployment", "engine", f"{names.ANNOTATION_CACHE_NAMESPACE}-", f"--namespace={namespace}")
     kubectl.wait_gone("pod", inside.name, namespace, timeout=90)
     assert not stamps.is_stamped(running(kubectl, namespace, "app=engine")["metadata"]["labels"])
@@ -209,20 +202,3 @@ def test_payload_that_no_node_can_pull_stops_injection_and_nothing_else(
 
     kubectl.until(whole, "the agents' pods to have the payload", timeout=60)
     assert {pod["metadata"]["uid"] for pod in clean.agents(pool).values()} == agents, "no agent was replaced for it"
-
-
-def test_pods_start_without_a_webhook_and_are_injected_once_it_is_back(
-    kubectl: Kubectl, clean: Installation, engine_image: str
-) -> None:
-    namespace = clean.make_namespace()
-
-    def make(name: str) -> Object:
-        spec = strict(engine_image, "main", nodeName=NODE)
-        metadata = {"name": name, "namespace": namespace, "labels": {"app": name}}
-        metadata["annotations"] = {names.ANNOTATION_CACHE_NAMESPACE: "chat"}
-        kubectl.apply({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec})
-        return running(kubectl, namespace, f"app={name}")
-
-    with without_webhook(kubectl, clean):
-        assert not stamps.is_stamped(make("missed")["metadata"]["labels"])
-    assert stamps.is_stamped(make("seen")["metadata"]["labels"])

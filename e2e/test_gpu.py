@@ -15,6 +15,14 @@ from e2e.support.kubectl import Kubectl, Object, condition, has_condition
 PRESENT = "nvidia.com/gpu.present"
 UPGRADE = "nvidia.com/gpu-driver-upgrade-state"
 MIG = "nvidia.com/mig.config.state"
+AWAY = (
+    (UPGRADE, "pod-deletion-required", "upgrade-done"),
+    (UPGRADE, "drain-required", "upgrade-done"),
+    (UPGRADE, "pod-restart-required", "upgrade-done"),
+    (MIG, "pending", "success"),
+    (MIG, "rebooting", "success"),
+)
+"""Labels and their values that take an agent off its node, and after which it comes back."""
 ALL = "all"
 BY_CDI = "management.nvidia.com/gpu=all"
 DRA = "resource.k8s.io/v1"
@@ -122,6 +130,10 @@ def test_each_way_to_the_gpus_works_and_what_is_missing_is_named(
         """Has the operator look at once at what no watch tells it of."""
         kubectl.run("annotate", "managerpool", pool, f"orbitkv-test/looked={time.monotonic()}", "--overwrite")
 
+    def agent() -> str:
+        """The uid of the agent's pod."""
+        return str(clean.agents(pool)[node.name]["metadata"]["uid"])
+
     def works(route: str) -> None:
         access("True", "DevicesSeen", "2 GPUs on 1 nodes", timeout=90)
         found = clean.wait_ready("managerpool", pool)
@@ -154,12 +166,14 @@ def test_each_way_to_the_gpus_works_and_what_is_missing_is_named(
     access("True", "DevicesSeen")
 
     # while the driver is replaced, or the MIG partition changed, there is no agent
-    for label, during, after in ((UPGRADE, "pod-restart-required", "upgrade-done"), (MIG, "pending", "success")):
-        kubectl.run("label", "node", node.name, f"{label}={during}")
-        access("False", "NoGPUNodes")
-        kubectl.until(lambda: not clean.agents(pool), "the agent to go")
+    for label, during, after in AWAY:
+        kubectl.run("label", "node", node.name, f"{label}={during}", "--overwrite")
+        kubectl.until(lambda: not clean.agents(pool), f"the agent to go for {during}")
+        if during == "pod-deletion-required":
+            access("False", "NoGPUNodes")
         kubectl.run("label", "node", node.name, f"{label}={after}", "--overwrite")
-        works("runtimeClass")
+        kubectl.until(lambda: node.name in clean.agents(pool), f"an agent to come after {during}")
+    works("runtimeClass")
 
     # by CDI, of which nothing is specified at first
     node.give_gpus({ALL: 2})
@@ -169,12 +183,26 @@ def test_each_way_to_the_gpus_works_and_what_is_missing_is_named(
     try_again()
     works("runtimeClassCDI")
 
-    # by the node's default runtime, which is not NVIDIA's at first
-    go_by("defaultRuntime")
+    # the RuntimeClass goes from a pool that is ready: agents that run stay
+    ready, made = agent(), kubectl.get("daemonset", f"orbitkv-{pool}", clean.namespace)
+    kubectl.delete("runtimeclass", "nvidia")
+    access("False", "RuntimeClassNotFound", "no RuntimeClass nvidia")
+    left = kubectl.get("daemonset", f"orbitkv-{pool}", clean.namespace)
+    assert made is not None and left is not None
+    assert left["metadata"]["generation"] == made["metadata"]["generation"] and agent() == ready
+
+    # without it auto is the node's default runtime, which is not NVIDIA's at first
+    go_by("auto")
     access("False", "NoGPU", "node-a", "default of containerd")
     node.give_gpus({ALL: 2}, handlers=("runc",))
     try_again()
     works("defaultRuntime")
+    ready = agent()
+    kubectl.apply(runtime_class("nvidia", "nvidia"))  # what was chosen stays, and is the same when it is named
+    go_by("defaultRuntime")
+    works("defaultRuntime")
+    assert agent() == ready
+
     # by privilege, where no runtime adds the driver's libraries at first
     node.give_gpus({ALL: 2})
     go_by("privileged")
@@ -198,4 +226,7 @@ def test_each_way_to_the_gpus_works_and_what_is_missing_is_named(
     kubectl.until(lambda: every in allocated(kubectl, clean.namespace), "an agent to be given all GPUs")
     assert len(allocated(kubectl, tenant)[0]) == 1
     kubectl.run("label", "namespace", clean.namespace, f"{ADMIN}-")
+    look_again()
+    access("False", "AdminAccessNotAllowed", f"{ADMIN}=true")
+    assert set(clean.agents(pool)) == {node.name}
     kubectl.delete("pod", "holder", tenant, wait=0)

@@ -16,9 +16,10 @@ from dataclasses import dataclass, field
 import pytest
 
 from e2e.support import engine_image
-from e2e.support.completions import Load, complete, sources
+from e2e.support.completions import Load, complete, counter, sources
 from e2e.support.installation import Installation
 from e2e.support.kubectl import Kubectl, Object, has_condition
+from orbitkv_crds import stamps
 from orbitkv_crds.names import ANNOTATION_CACHE_NAMESPACE, SOCKET_PATH
 from tools.demo_k8s.__main__ import APP, deployment
 from tools.harness.agent import in_flight
@@ -44,6 +45,14 @@ PROMPTS = [
 """Of about 370 tokens each, with nothing in common from the first block on."""
 OWN_BLOCKS = 48
 """What an engine keeps itself, in blocks of 32 tokens: a third of the prompts."""
+FLAG = "--kv-transfer-config"
+STORAGE = "/their-storage"
+THEIRS = {
+    "kv_connector": "ExampleConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"shared_storage_path": STORAGE},
+}
+"""A connector that a user may have chosen."""
 
 
 def as_two_see_it(objects: list[Object], replicas: int) -> list[Object]:
@@ -94,9 +103,13 @@ class Engines:
 
     def settle(self) -> None:
         """Wait until both are rolled out."""
-        waiting = [f"--namespace={self.namespace}", f"--timeout={START_SECONDS:.0f}s"]
         for name in (APP, PLAIN):
-            self.kubectl.run("rollout", "status", f"deployment/{name}", *waiting, timeout=START_SECONDS + 30)
+            self.roll_out(name)
+
+    def roll_out(self, name: str) -> None:
+        """Wait until a Deployment is rolled out."""
+        waiting = [f"--namespace={self.namespace}", f"--timeout={START_SECONDS:.0f}s"]
+        self.kubectl.run("rollout", "status", f"deployment/{name}", *waiting, timeout=START_SECONDS + 30)
 
     def scale(self, replicas: int) -> None:
         """Have so many annotated ones, and wait until it is so and no pod beyond them is left."""
@@ -248,6 +261,70 @@ def test_scaled_engines_serve_new_requests(engines: Engines, capsys: pytest.Capt
         same_answers(load)
         assert not load.heard[APP].failures
         assert all(engines.restored().values()), "an engine has restored nothing"
+
+
+def test_connector_of_the_users_is_left_alone_and_named_or_joined(engines: Engines) -> None:
+    """Two pods that have it by their own flags: one with the annotation, and one that asks for both connectors."""
+    kubectl, namespace = engines.kubectl, engines.namespace
+    engines.scale(0)
+    objects = as_two_see_it(deployment(engines.image), 1)
+    pods: dict[str, Object] = {}
+    for name, asks in (("alone", {}), ("joined", {stamps.ANNOTATION_MULTI_CONNECTOR: "true"})):
+        kubectl.apply(*with_a_connector(objects, name, asks), arguments=[f"--namespace={namespace}"])
+    for name in ("alone", "joined"):
+        engines.roll_out(name)
+        (pods[name],) = engines.pods(name)
+        (argument,) = (each for each in pods[name]["spec"]["containers"][0]["args"] if each.startswith(FLAG))
+        assert argument == f"{FLAG}={json.dumps(THEIRS)}"
+        assert stamps.read_injected(pods[name]["metadata"]["annotations"]) is not None
+
+    def told() -> bool:
+        events = kubectl.events("Pod", pods["alone"]["metadata"]["name"], namespace)
+        why = [event["note"] for event in events if event["reason"] == "CacheNotAttached"]
+        return any("kv-transfer-config-present" in note and "ExampleConnector" in note for note in why)
+
+    kubectl.until(told, "the connector to be named", timeout=120)
+    expected = [complete(engines.hosts[PLAIN], prompt) for prompt in PROMPTS]
+
+    def answers(name: str) -> list[str]:
+        return [complete(pods[name]["status"]["podIP"], prompt) for prompt in PROMPTS]
+
+    def theirs(name: str, *command: str) -> str:
+        return kubectl.execute(
+            pods[name]["metadata"]["name"], namespace, "sh", "-c", f"{' '.join(command)} {STORAGE}/*"
+        )
+
+    def restores(name: str) -> int:
+        return counter(pods[name]["status"]["podIP"], "vllm:orbitkv_restores")
+
+    for name in pods:
+        assert answers(name) == expected
+        assert theirs(name, "ls", "-d"), "their connector keeps nothing"
+        before = sources(pods[name]["status"]["podIP"])["orbitkv"]
+        assert answers(name) == expected
+        assert sources(pods[name]["status"]["podIP"])["orbitkv"] > before, "their connector restores nothing"
+    assert restores("alone") == 0
+    restored = restores("joined")
+    theirs("joined", "rm", "-r")
+
+    def by_ours() -> bool:
+        assert answers("joined") == expected
+        return restores("joined") > restored
+
+    kubectl.until(by_ours, "OrbitKV to restore what their connector has lost", timeout=120)
+    assert not any(restarts(pod) for name in pods for pod in engines.pods(name))
+
+
+def with_a_connector(objects: list[Object], name: str, asks: dict[str, str]) -> list[Object]:
+    """The same under another name, with a connector of the user's own and further annotations."""
+    made: list[Object] = json.loads(json.dumps(objects).replace(f'"{APP}"', f'"{name}"'))
+    template = made[0]["spec"]["template"]
+    template["metadata"]["annotations"] |= asks
+    (container,) = template["spec"]["containers"]
+    container["args"].append(f"{FLAG}={json.dumps(THEIRS)}")
+    container["volumeMounts"].append({"name": "theirs", "mountPath": STORAGE})
+    template["spec"]["volumes"].append({"name": "theirs", "emptyDir": {}})
+    return made
 
 
 def restarts(pod: Object) -> int:

@@ -260,6 +260,15 @@ def test_engine_that_loses_its_access_is_told_so(team: Team, kubectl: Kubectl) -
 
 def test_webhook_that_is_away_is_noticed_and_so_are_the_pods_that_it_missed(team: Team, kubectl: Kubectl) -> None:
     where = f"--namespace={team.installation.namespace}"
+
+    def runs(pod: Object) -> bool:
+        return bool(pod.get("status", {}).get("phase") == "Running")
+
+    def stamped(name: str) -> bool:
+        found = kubectl.get("pod", name, team.namespace)
+        assert found is not None
+        return stamps.is_stamped(found["metadata"].get("labels", {}))
+
     kubectl.until(lambda: team.probe() == 1, "the webhook's trial to succeed", timeout=60)
     code, found = team.orbitkv("doctor")
     assert code == 0, [it for it in found["findings"] if it["level"] == "problem"]
@@ -269,6 +278,8 @@ def test_webhook_that_is_away_is_noticed_and_so_are_the_pods_that_it_missed(team
         kubectl.until(lambda: team.probe() == 0, "the webhook's trial to fail", timeout=60)
         team.idle("missed", ask=team.cache)
         team.wait_event("missed", "CacheMissed", "webhook-missed")
+        kubectl.wait("pod", "missed", runs, "it to run all the same", namespace=team.namespace)
+        assert not stamped("missed")
         code, found = team.orbitkv("doctor")
         problems = {it["about"]: it for it in found["findings"] if it["level"] == "problem"}
         assert code == 1 and {"Webhook", f"Namespace {team.namespace}"} <= problems.keys()
@@ -277,3 +288,5 @@ def test_webhook_that_is_away_is_noticed_and_so_are_the_pods_that_it_missed(team
         kubectl.run("rollout", "status", WEBHOOK, where, "--timeout=120s", timeout=150)
     kubectl.until(lambda: team.probe() == 1, "the webhook's trial to succeed again", timeout=60)
     assert "would inject container engine" in team.explained("missed")[1]
+    team.idle("seen", ask=team.cache)
+    assert stamped("seen")

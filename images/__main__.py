@@ -1,5 +1,6 @@
 """`python -m images`: builds the images, and loads them into the nodes of the cluster on this machine, if it runs.
 
+python -m images --push REGISTRY                     pushes them as well
 python -m images --contexts FOLDER --python 3.12     only fills FOLDER/operator, ... for another builder of images:
 docker build --build-arg VERSION=0.1.0 -t registry.example.com/orbitkv/operator:0.1.0 FOLDER/operator
 """
@@ -11,7 +12,7 @@ from pathlib import Path
 
 from e2e.cluster.cluster import Cluster, require_machine
 from e2e.cluster.processes import ClusterError
-from images import build
+from images import base, build
 from tools.cache import SetUpError, say
 
 
@@ -21,6 +22,7 @@ def main() -> int:
     parser.add_argument("--base", help="an image that buildah has and that has Python (default: made from Debian's)")
     parser.add_argument("--contexts", type=Path, metavar="FOLDER", help="fill a new folder to build from elsewhere")
     parser.add_argument("--python", default="3.12", help="with --contexts: the Python version of the base (3.12)")
+    parser.add_argument("--push", metavar="REGISTRY", help="push them to REGISTRY/orbitkv (after `buildah login`)")
     arguments = parser.parse_args()
     if arguments.contexts is not None:
         print("\n".join(map(str, build.write_contexts(arguments.contexts, arguments.python))))
@@ -31,6 +33,8 @@ def main() -> int:
     if cluster is not None:
         build.load(cluster)
         say(f"loaded on {', '.join(cluster.nodes)}")
+    if arguments.push:
+        names = build.push(arguments.push, base.Buildah())
     print("\n".join(names))
     return 0
 

@@ -7,7 +7,7 @@ import hashlib
 import json
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,6 +97,19 @@ def build(base_image: str | None = None) -> list[str]:
             build_all(buildah, base_image)
             stamp.write_text(wanted)
     return [image.reference for image in IMAGES]
+
+
+def push(registry: str, buildah: Callable[..., str]) -> list[str]:
+    """Pushes all images, which were built, to REGISTRY/orbitkv/NAME; returns their names there. Raises SetUpError.
+
+    Logins are those of `buildah login`.
+    """
+    pushed = []
+    for image in IMAGES:
+        name = image.reference.replace(REPOSITORY, f"{registry.rstrip('/')}/orbitkv", 1)
+        buildah("push", "--quiet", image.reference, f"docker://{name}")
+        pushed.append(name)
+    return pushed
 
 
 def present() -> str:

@@ -51,16 +51,22 @@ class UnknownPartError(Exception):
 
 @dataclass(frozen=True)
 class Selection:
-    """Tests that one pytest process runs: the environment, a path or test id, and which of its tests (as in `-m`)."""
+    """Tests that one pytest process runs: the environment, a path or test id, and which of its tests.
+
+    `marked` is as in `-m`; `without` is a folder whose tests are left out.
+    """
 
     kind: Kind
     path: str
     marked: str = ""
+    without: str = ""
 
     @property
     def arguments(self) -> list[str]:
         """What pytest is told."""
-        return [f"-m={self.marked}", self.path] if self.marked else [self.path]
+        chosen = [f"-m={self.marked}"] if self.marked else []
+        left_out = [f"--ignore={self.without}"] if self.without else []
+        return [*chosen, *left_out, self.path]
 
 
 def select(only: str | None) -> list[Selection]:

@@ -26,6 +26,7 @@ from orbitkv_agent.config_sources import flag_name, variable_name
 from orbitkv_agent.observe.metrics import METRICS, OTHER, PREFIX, MetricRow
 from orbitkv_crds.stamps import INFORMATION, SKIP_REASONS
 from orbitkv_operator import metrics as operator
+from orbitkv_operator import settings as operator_config
 from orbitkv_operator.admission import metrics as webhook
 from tools.chart import templates, values_files
 from tools.kubernetes_files import CompileError, api_files, crd_files
@@ -86,6 +87,17 @@ def cluster_settings() -> str:
 def _given(name: str) -> str:
     """A cluster setting's default; those without one say in their description where they come from."""
     return "" if ClusterSettings.model_fields[name].is_required() else default_of(ClusterSettings, name)
+
+
+def operator_settings() -> str:
+    """The operator's times; the chart has values for the rest of its settings."""
+    fields = operator_config.Settings.model_fields
+    times = (name for name in fields if name.endswith("_seconds"))
+    rows = (
+        (code(operator_config.PREFIX + n.upper()), code(f"{fields[n].default:g}"), about(operator_config.Settings, n))
+        for n in times
+    )
+    return table(("Environment variable", "Default (seconds)", "Meaning"), rows)
 
 
 def plugin_settings() -> str:
@@ -217,6 +229,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "agent-settings": agent_settings,
     "namespace-settings": namespace_settings,
     "cluster-settings": cluster_settings,
+    "operator-settings": operator_settings,
     "plugin-settings": plugin_settings,
     "live-settings": live_settings,
     "announced-settings": announced_settings,

@@ -4,10 +4,12 @@
 
 Every run is made even if one before it failed. The exit code is 0 only if all of them passed, and a run without a
 single test has not passed. While the tests on a cluster run, which mostly wait, those on apiservers and the guards run
-beside them, at lower priorities; nothing runs beside tests that measure time by the millisecond.
+beside them, at lower priorities. The operator's run beside those of .venv, on the core that these leave idle; nothing
+runs beside tests on engines, which measure time by the millisecond.
 """
 
 import argparse
+import dataclasses
 import os
 import subprocess
 import sys
@@ -22,8 +24,8 @@ from e2e.cluster.cluster import Cluster, state_folder
 from e2e.cluster.processes import ClusterError
 from tools import cache, environments, guards
 
-ASIDE = {"apiservers": 5, "guards": 19}
-"""What runs beside the tests on a cluster, and how far it gives way to them, which have deadlines."""
+ASIDE = {"operator": 19, "apiservers": 5, "guards": 19}
+"""What runs beside other tests, and how far it gives way to them, which have deadlines."""
 
 
 @dataclass(frozen=True)
@@ -83,16 +85,14 @@ def run_aside(part: str) -> Result:
         errors="replace",
         check=False,
     )
-    return Result(f"{part}, beside the cluster", done.returncode == 0, time.monotonic() - started, done.stdout)
+    return Result(f"{part}, beside others", done.returncode == 0, time.monotonic() - started, done.stdout)
 
 
-def run_beside(parts: list[str]) -> list[Result]:
-    """Runs the tests on the cluster, and these parts meanwhile; then shows what they printed."""
-    programs.ensure()
+def run_beside(selection: environments.Selection, parts: list[str]) -> list[Result]:
+    """Runs the selected tests, and these parts meanwhile; then shows what they printed."""
     with ThreadPoolExecutor(len(parts)) as lanes:
         aside: list[Future[Result]] = [lanes.submit(run_aside, part) for part in parts]
-        (nodes,) = environments.select("nodes")
-        results = [run_selection(nodes)]
+        results = [run_selection(selection)]
         for each in aside:
             result = each.result()
             print(f"\ntest: {result.name}\n{result.output}", flush=True)
@@ -100,20 +100,28 @@ def run_beside(parts: list[str]) -> list[Result]:
     return results
 
 
+def run_on_kubernetes(parts: list[str]) -> list[Result]:
+    """Runs the tests on the cluster, and these parts meanwhile."""
+    programs.ensure()  # once for all of them
+    (nodes,) = environments.select("nodes")
+    return run_beside(nodes, parts)
+
+
 def run_all(only: str | None) -> list[Result]:
     """Runs what `only` names. Raises environments.UnknownPartError and cache.SetUpError."""
     if only == "guards":
         return [run_guards()]
     if only == "e2e":
-        return run_beside(["apiservers"])
+        return run_on_kubernetes(["apiservers"])
     if only == "api-versions":
         os.environ["ORBITKV_TEST_API_VERSIONS"] = "1"
         programs.ensure(programs.tested_apiservers())
     selections = environments.select(only)
     if only is not None:
         return [run_selection(each) for each in selections]
-    alone = [run_selection(each) for each in selections if each.kind != "cluster"]
-    return alone + run_beside(["apiservers", "guards"])
+    dev, engine, _ = selections
+    results = run_beside(dataclasses.replace(dev, without=environments.PARTS["operator"]), ["operator"])
+    return [*results, run_selection(engine), *run_on_kubernetes(["apiservers", "guards"])]
 
 
 def main() -> None:

@@ -30,7 +30,7 @@ class FakeEngine:
         over = 0.0 if hit else restored_bytes(tokens) / LIMIT_GB_S / 1e6 + 3
         self._in_hbm.add(seed)
         best = {str(token): -1.0 - self._answer for token in range(5)}
-        return {"ms": HIT_MS + over, "cached": (tokens - 1) // 16 * 16, "best": best}
+        return {"ms": HIT_MS + over, "cached": (tokens - 1 if hit else tokens) // 16 * 16, "best": best}
 
     def call(self, command: str, **arguments: Any) -> Any:
         return getattr(self, f"_{command}")(**arguments)
@@ -57,7 +57,7 @@ class FakeEngine:
 
     def _write_calls(self) -> None:
         one = [
-            (LOOK_UP, 1.0, 0.0, [1008]),
+            (LOOK_UP, 1.0, 0.0, [1024]),
             (START, 1.001, 0.0, []),
             (RESULTS, 1.004, 0.0, [1]),
             (BUILD, 1.006, 0.0, [0, 16]),
@@ -83,7 +83,8 @@ def ours(tmp_path: Path) -> FakeEngine:
 
 @pytest.fixture
 def bench(ours: FakeEngine, tmp_path: Path) -> Bench:
-    return Bench(ours, FakeEngine(tmp_path, cache=False), FakeLimit())  # type: ignore[arg-type]
+    plain, theirs = FakeEngine(tmp_path, cache=False), FakeEngine(tmp_path, cache=True)
+    return Bench(ours, plain, theirs, FakeLimit())  # type: ignore[arg-type]
 
 
 def test_figures_compare_what_the_bounds_are_about(bench: Bench) -> None:
@@ -91,6 +92,7 @@ def test_figures_compare_what_the_bounds_are_about(bench: Bench) -> None:
     assert found["ttft_1k_over_hit_ms"] == pytest.approx(restored_bytes(SHORT) / LIMIT_GB_S / 1e6 + 3)
     assert found["ttft_8k_over_hit_ms"] == pytest.approx(restored_bytes(LONG) / LIMIT_GB_S / 1e6 + 3)
     assert found["hbm_hit_8k_ratio"] == 1
+    assert found["offloading_8k_restored_ms"] == found["ttft_8k_restored_ms"]
     assert found["batch_7x8k_limit_ratio"] == pytest.approx(1.2)
     assert found["decode_lost_ratio"] == pytest.approx(1.5), "60 ms a wave instead of 40"
     assert found["decode_p99_ratio"] == pytest.approx(65 / 45)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -37,11 +38,16 @@ from orbitkv_operator.admission.server import PATH
 from orbitkv_operator.admission.tests.pods import make_pod, table
 from orbitkv_operator.certificates import renewed
 from orbitkv_operator.cluster.api import PODS, KubernetesApi, load_client
+from orbitkv_operator.engines.pods import EnginePods
+from orbitkv_operator.events import Events
 from orbitkv_operator.names import PAYLOAD_CONTAINER
 from orbitkv_operator.reconcile.payload import PayloadPulls, with_image
+from orbitkv_operator.reconcile.pod import PodReconciler
 from orbitkv_operator.reconcile.system import Owner
 from orbitkv_operator.reconcile.webhook import WEBHOOK, WebhookReconciler
+from orbitkv_operator.reports.store import ReportStore
 from orbitkv_operator.settings import Settings
+from orbitkv_operator.view import View
 
 MODULES = programs.tested_apiservers()
 CONFIGURATION = "mutatingwebhookconfiguration"
@@ -66,6 +72,22 @@ GROUPS: Object = {
     },
 }
 """LeaderWorkerSet, as far as admission sees it."""
+UNLUCKY = "unlucky"
+PROGRAM = f"""
+import sys
+from orbitkv_operator.admission import main, review
+
+decide = review.decide
+
+def sometimes(pod, *others):
+    if pod["spec"]["containers"][0]["name"] == "{UNLUCKY}":
+        raise LookupError("a defect of ours")
+    return decide(pod, *others)
+
+review.decide = sometimes
+sys.exit(main.main())
+"""
+"""The webhook, with a defect that pods meet whose first container is called UNLUCKY."""
 
 
 @dataclass
@@ -78,14 +100,14 @@ class Webhook:
     log: Path
     process: subprocess.Popen[bytes] | None = None
 
-    def start(self) -> None:
-        """Run it until it is ready."""
+    def start(self, *more: str) -> None:
+        """Begin to run it, with more flags."""
         flags = ["--namespace", NAMESPACE, "--payload-image", "localhost/payload:1", "--metrics-port", "0"]
         flags += ["--look-seconds", "1", "--log-level", "debug", "--lmcache", "true"]
         ports = ["--port", str(self.port), "--probes-port", str(self.probes_port)]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "orbitkv_operator.admission.main", *flags, *ports],
+                [sys.executable, "-c", PROGRAM, *flags, *ports, *more],
                 env={**os.environ, "KUBECONFIG": str(self.kubeconfig)},
                 stdout=log,
                 stderr=log,
@@ -113,6 +135,17 @@ class Webhook:
         try:
             yield
         finally:
+            self.start()
+
+    @contextmanager
+    def started_with(self, *more: str) -> Iterator[None]:
+        """While it runs with more flags; it is not waited for, neither then nor afterwards."""
+        self.stop()
+        self.start(*more)
+        try:
+            yield
+        finally:
+            self.stop()
             self.start()
 
     @contextmanager
@@ -210,6 +243,15 @@ def annotations_of(pod: Object) -> dict[str, str]:
 def skip_of(pod: Object) -> str:
     note = stamps.read_skip(annotations_of(pod))
     return note.reason if note else ""
+
+
+def described(server: Server, pod: Object) -> str:
+    """What `kubectl describe pod` says, once the operator has posted its events."""
+    api, view, pods = KubernetesApi(load_client(str(server.kubectl.kubeconfig))), View(), EnginePods()
+    pods.put(pod)
+    name, namespace = pod["metadata"]["name"], pod["metadata"]["namespace"]
+    PodReconciler(view, pods, ReportStore(), Events(api, "operator"), lambda cache: None).reconcile(namespace, name)
+    return server.kubectl.run("describe", "pod", name, f"--namespace={namespace}")
 
 
 # ----------------------------------------------------------------------------------------------------------------- pods
@@ -346,7 +388,18 @@ def test_each_skip_reason_that_a_pod_can_meet(server: Server, team: str) -> None
         server.kubectl.delete("configmap", names.WEBHOOK, NAMESPACE)
     server.kubectl.until(lambda: not skip_of(server.create(asking(), team, "--dry-run=server")), "its end to be read")
     met = {*found, "runtime-isolated", "payload-pull-failing"}
-    assert set(stamps.SKIP_REASONS) - met == {"internal-error"}, "which a defect of ours would take"
+    assert set(stamps.SKIP_REASONS) - met == {"internal-error"}, "which takes a defect of ours: the next test"
+
+
+def test_pod_that_meets_a_defect_of_ours_is_made_and_says_so(server: Server, team: str) -> None:
+    unlucky = server.create(asking(None, ENGINE | {"name": UNLUCKY}), team)
+    assert (skip_of(unlucky), stamped(unlucky)) == ("internal-error", True)
+    assert "initContainers" not in unlucky["spec"] and ANNOTATION_INJECTED not in annotations_of(unlucky)
+    assert "LookupError: a defect of ours" in server.webhook.log.read_text()
+
+    words = described(server, unlucky)
+    assert re.search(rf"(?m)^Annotations:.*(\n .*)*{re.escape(ANNOTATION_SKIP_REASON)}: internal-error: ", words), words
+    assert re.search(r"Warning +CacheSkipped .*internal-error: .*the log of orbitkv-webhook", words), words
 
 
 def test_pod_that_comes_with_its_namespace_is_judged_by_it(server: Server) -> None:
@@ -628,6 +681,25 @@ def test_image_volumes_are_used_where_a_dry_run_gives_them_back(
     kept = server.create(make_pod([ENGINE], {}, volumes=volumes), team, "--dry-run=server", "--validate=false")
     served = any("image" in each for each in kept["spec"]["volumes"])
     assert found["data"]["imageVolumes"] == ("true" if served else "false")
+
+    # what the webhook makes of it, and a pod says of it
+    def made() -> Object:
+        return server.create(asking(), team, "--dry-run=server")
+
+    def payload_of(pod: Object) -> str:
+        stamp = stamps.read_injected(annotations_of(pod))
+        told = [] if stamp is None else [note.reason for note in stamp.info]
+        return f"{stamp.payload if stamp else ''}{', told' * ('image-volume-unavailable' in told)}"
+
+    expected = "imageVolume" if served else "init, told"
+    with server.webhook.started_with("--payload-mode", "imageVolume"):
+        server.kubectl.until(lambda: payload_of(made()) == expected, f"the payload to come by {expected}")
+        pod = server.create(asking(), team)
+    volume = next(each for each in pod["spec"]["volumes"] if each["name"] == "orbitkv-payload")
+    assert ("image" in volume, "initContainers" in pod["spec"]) == (served, not served)
+    words = described(server, pod)
+    assert served or re.search(r"Normal +CacheInjected .*image-volume-unavailable: ", words), words
+    server.kubectl.until(lambda: payload_of(made()) == "init", "the payload to be copied again")
 
 
 def test_pods_of_agents_pull_another_payload_and_nothing_else_of_them_changes(server: Server, team: str) -> None:

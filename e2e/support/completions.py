@@ -24,13 +24,15 @@ def complete(host: str, prompt: str, max_tokens: int = 8) -> str:
 
 def sources(host: str) -> dict[str, int]:
     """Prompt tokens so far by where they came from: `hbm`, `orbitkv`, `computed`. Raises OSError."""
-    counts = dict.fromkeys(SOURCES, 0)
-    for line in _exchange(host, "GET", "/metrics", None).splitlines():
-        if line.startswith("vllm:prompt_tokens_by_source_total{"):
-            for name, source in SOURCES.items():
-                if f'source="{source}"' in line:
-                    counts[name] += int(float(line.rpartition(" ")[2]))
-    return counts
+    return {name: counter(host, "vllm:prompt_tokens_by_source", source) for name, source in SOURCES.items()}
+
+
+def counter(host: str, name: str, source: str = "") -> int:
+    """What a counter of an engine has come to, that of one source if there are more; 0 if it does not have it. Raises
+    OSError."""
+    lines = _exchange(host, "GET", "/metrics", None).splitlines()
+    found = [line for line in lines if line.startswith((f"{name}_total{{", f"{name}_total "))]
+    return sum(int(float(line.rpartition(" ")[2])) for line in found if not source or f'source="{source}"' in line)
 
 
 def _exchange(host: str, method: str, path: str, body: object) -> str:

@@ -1,8 +1,11 @@
 """What runs in an engine's pod in tests: a stand-in for an engine, with plain memory and no model.
 
     python -c PROGRAM ACTION OPTIONS-AS-JSON
+    python -c PROGRAM serve
 
-It needs nothing but OrbitKV's client, and prints one JSON object a line. This file's text is the PROGRAM.
+It needs nothing but OrbitKV's client, and prints one JSON object a line. This file's text is the PROGRAM. `serve` does
+what comes as lines of [ACTION, OPTIONS], one after the other and each in a process of its own, and says so when it is
+done: to start Python and load all of this takes longer than most actions.
 """
 
 import json
@@ -10,6 +13,7 @@ import os
 import socket
 import sys
 import time
+import traceback
 import uuid
 from typing import Any
 
@@ -248,12 +252,38 @@ def _closed(connection: socket.socket) -> bool:
 ACTIONS = {each.__name__: each for each in (save, find, hold, latency, victim, crowd)}
 
 
-def main() -> None:
-    """Does what the command line says; a refusal of the agent is an answer too."""
+def act(action: str, options: dict[str, Any]) -> None:
+    """Does one thing; a refusal of the agent is an answer too."""
     try:
-        ACTIONS[sys.argv[1]](json.loads(sys.argv[2]))
+        ACTIONS[action](options)
     except OrbitKVError as error:
         say(refused=str(error.kind), why=str(error))
+
+
+def serve() -> None:
+    """Does what is asked for, until nothing more can come."""
+    for line in sys.stdin:
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                act(*json.loads(line))
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stderr.flush()
+                os._exit(code)
+        _, status = os.waitpid(child, 0)
+        say(done=os.waitstatus_to_exitcode(status))
+
+
+def main() -> None:
+    """Does what the command line says."""
+    if sys.argv[1] == "serve":
+        serve()
+    else:
+        act(sys.argv[1], json.loads(sys.argv[2]))
 
 
 if __name__ == "__main__":

@@ -1,32 +1,103 @@
 """Pods of engines for tests: they mount the agents' socket, and a token if they are to have one."""
 
 import json
-from dataclasses import dataclass
+import os
+import select
+import subprocess
+import tempfile
+import time
+import weakref
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from e2e.support.kubectl import Kubectl, Object
+from e2e.support.kubectl import Kubectl, KubectlError, Object
 from orbitkv_crds.names import SOCKET_DIRECTORY, engine_audience
 
 PROGRAM = Path(__file__).with_name("engine_program.py").read_text()
 PYTHON = "python"
 
 
-@dataclass(frozen=True)
+class Shell:
+    """The program in a pod, told by its standard input what to do; it ends with the pod, or with this object."""
+
+    def __init__(self, kubectl: Kubectl, name: str, namespace: str) -> None:
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (it goes with this object)
+        command = [kubectl.program, f"--kubeconfig={kubectl.kubeconfig}", "exec", "--stdin", name, f"-n={namespace}"]
+        self._process = subprocess.Popen(
+            [*command, "--", PYTHON, "-c", PROGRAM, "serve"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+        )
+        self.end = weakref.finalize(self, end, self._process)
+        self._read = b""
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing can be asked of it any more."""
+        return self._process.poll() is not None
+
+    def ask(self, action: str, options: dict[str, Any], timeout: float) -> list[dict[str, Any]]:
+        """What an action prints. Raises KubectlError where it fails, or the way to the pod breaks."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps([action, options]).encode() + b"\n")
+            self._process.stdin.flush()
+        except OSError as error:
+            raise self._failed(f"{error}") from None
+        found: list[dict[str, Any]] = []
+        deadline = time.monotonic() + timeout
+        while not (found and "done" in found[-1]):
+            found.append(json.loads(self._line(deadline)))
+        if found.pop()["done"] or not found:
+            raise self._failed(f"{action} failed")
+        return found
+
+    def _line(self, deadline: float) -> bytes:
+        assert self._process.stdout is not None
+        while b"\n" not in self._read:
+            if not select.select([self._process.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                self.end()
+                raise self._failed("no answer in time")
+            piece = os.read(self._process.stdout.fileno(), 1 << 16)
+            if not piece:
+                self._process.wait()
+                raise self._failed("the way to the pod has ended")
+            self._read += piece
+        line, _, self._read = self._read.partition(b"\n")
+        return line
+
+    def _failed(self, what: str) -> KubectlError:
+        self._errors.seek(0)
+        return KubectlError(f"kubectl exec: {what}: {self._errors.read()[-3000:].decode(errors='replace')}")
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Ends a process that may have ended."""
+    process.kill()
+    process.wait()
+    for stream in (process.stdin, process.stdout):
+        if stream is not None:
+            with suppress(OSError):  # what was not written goes nowhere
+                stream.close()
+
+
+@dataclass
 class EnginePod:
     """A pod in which engines can be run."""
 
     kubectl: Kubectl
     name: str
     namespace: str
+    _shell: Shell | None = field(default=None, init=False, repr=False, compare=False)
 
     def run(self, action: str, *, timeout: float = 120, **options: Any) -> dict[str, Any]:
-        """Runs an action of the program to its end; returns the last line that it printed."""
-        printed = self.kubectl.execute(
-            self.name, self.namespace, PYTHON, "-c", PROGRAM, action, json.dumps(options), timeout=timeout
-        )
-        last: dict[str, Any] = json.loads(printed.splitlines()[-1])
-        return last
+        """Runs an action of the program to its end; returns the last line that it printed. Raises KubectlError."""
+        if self._shell is None or self._shell.ended:
+            self._shell = Shell(self.kubectl, self.name, self.namespace)
+        return self._shell.ask(action, options, timeout)[-1]
 
     def said(self) -> list[dict[str, Any]]:
         """What the pod's own program has printed."""

@@ -88,15 +88,22 @@ class Installation:
         return name
 
     def make_pool(
-        self, name: str | None = None, *, ready: float = 90, after: Iterable[Object] = (), **spec: Any
+        self,
+        name: str | None = None,
+        *,
+        ready: float = 90,
+        after: Iterable[Object] = (),
+        before: Iterable[Object] = (),
+        **spec: Any,
     ) -> str:
         """Makes a pool and waits until it is Ready, `ready` seconds at most (0: not at all); returns its name.
 
-        Objects in `after` are applied with it, in one go and before it. `spec` is passed to `pool_object`.
+        It is applied in one go with other objects: after those in `after`, before those in `before`. `spec` is passed
+        to `pool_object`.
         """
         name = name or unique("pool")
         self._pools.append(name)
-        self.target.kubectl.apply(*after, pool_object(name, **spec))
+        self.target.kubectl.apply(*after, pool_object(name, **spec), *before)
         if ready:
             self.wait_ready("managerpool", name, timeout=ready)
         return name
@@ -190,6 +197,8 @@ def remove_everything(target: Target, namespace: str = OWN_NAMESPACE) -> None:
     for release in target.helm[3].releases(namespace):
         with suppress(HelmError):
             target.helm[3].uninstall(release, namespace)
+    with suppress(KubectlError):  # the webhook's would serve for some more seconds
+        kubectl.run("delete", "pods", "--all", f"--namespace={namespace}", "--grace-period=1", "--wait=false")
     for name in ("managerpools", "cachenamespaces"):
         kubectl.delete("crd", f"{name}.{GROUP}")
     kubectl.delete("namespace", namespace, wait=90)

@@ -8,10 +8,12 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from e2e.support.reader import Reader, ReadError
+
 Object = dict[str, Any]
 
-FIRST_INTERVAL, LAST_INTERVAL = 0.2, 1.0
-"""Seconds between two questions of `until`, at first and after a while: each costs a tenth of a second of a core."""
+FIRST_INTERVAL, LAST_INTERVAL = 0.1, 0.5
+"""Seconds between two questions of `until`, at first and after a while."""
 
 
 class KubectlError(Exception):
@@ -46,11 +48,12 @@ def has_condition(kind: str, status: str = "True", reason: str | None = None) ->
 
 
 class Kubectl:
-    """Runs kubectl against one cluster, each call with a time limit."""
+    """Runs kubectl against one cluster, each call with a time limit. What only reads asks the apiserver itself."""
 
     def __init__(self, program: str, kubeconfig: Path) -> None:
         self.program = program
         self.kubeconfig = kubeconfig
+        self._reader = Reader(kubeconfig)
 
     def run(self, *arguments: str, stdin: str | None = None, timeout: float = 60) -> str:
         """Runs kubectl and returns its stdout. Raises KubectlError."""
@@ -84,18 +87,18 @@ class Kubectl:
         return dict(json.loads(self.run("create", "-o", "json", "-f", "-", stdin=json.dumps(obj))))
 
     def get(self, kind: str, name: str, namespace: str | None = None) -> Object | None:
-        """One object; None if it does not exist."""
+        """One object; None if it does not exist. Raises KubectlError."""
         try:
-            return dict(json.loads(self.run("get", kind, name, "-o", "json", *place(namespace))))
-        except KubectlError as error:
-            if "(NotFound)" in str(error):
-                return None
-            raise
+            return self._reader.get(kind, name, namespace)
+        except ReadError as error:
+            raise KubectlError(str(error)) from None
 
     def list_all(self, kind: str, namespace: str | None = None, selector: str = "") -> list[Object]:
-        """All objects of a kind in a namespace; without one, in all."""
-        where = place(namespace) or ["--all-namespaces"]
-        return [*json.loads(self.run("get", kind, "-o", "json", *where, f"--selector={selector}"))["items"]]
+        """All objects of a kind in a namespace; without one, in all. Raises KubectlError."""
+        try:
+            return self._reader.list_all(kind, namespace, selector)
+        except ReadError as error:
+            raise KubectlError(str(error)) from None
 
     def patch(self, kind: str, name: str, patch: Object, namespace: str | None = None, subresource: str = "") -> None:
         """Merges `patch` into an object."""
@@ -155,9 +158,13 @@ class Kubectl:
             time.sleep(interval)
             interval = min(interval * 1.3, LAST_INTERVAL)
 
-    def logs(self, pod: str, namespace: str, *arguments: str) -> str:
-        """What a pod has logged."""
-        return self.run("logs", pod, *place(namespace), *arguments)
+    def logs(self, pod: str, namespace: str, container: str = "") -> str:
+        """What a container of a pod has logged; without a name that which the pod names, or its first. Raises
+        KubectlError."""
+        try:
+            return self._reader.logs(pod, namespace, container)
+        except ReadError as error:
+            raise KubectlError(str(error)) from None
 
     def execute(self, pod: str, namespace: str, *command: str, container: str = "", timeout: float = 60) -> str:
         """Runs a command in a pod and returns its stdout. Raises KubectlError."""

@@ -81,7 +81,7 @@ logger = logging.getLogger(__name__)
 
 _SWITCH_INTERVAL_S: Final = 0.0005
 """The owner gets the interpreter back this soon after another thread took it."""
-_YOUNG_OBJECTS: Final = 20_000
+_YOUNG_OBJECTS: Final = 5_000
 _NEVER: Final = 1_000_000
 _UPKEEP_S: Final = 0.02
 _LONGEST_WAIT_S: Final = 3600.0
@@ -458,15 +458,15 @@ def _cluster(agent: Agent) -> Cluster | None:
 
 def _tune_interpreter() -> None:
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    # What is there now stays; later objects are few and young. A full collection would walk over everything for
-    # milliseconds, and the agent makes no cycles that only it could free.
+    # What is there now stays; later objects are few and young. To walk over the older ones, too, takes milliseconds, and
+    # the agent makes no cycles that only that could free.
     gc.collect()
     gc.freeze()
-    gc.set_threshold(_YOUNG_OBJECTS, 20, _NEVER)
+    gc.set_threshold(_YOUNG_OBJECTS, _NEVER, _NEVER)
 
 
 def _raise_descriptor_limit() -> None:
-    """A session takes four descriptors; the usual soft limit of 1024 is for programs that use select()."""
+    """A session takes seven descriptors; the usual soft limit of 1024 is for programs that use select()."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):  # where it may not be raised, fewer sessions find room
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

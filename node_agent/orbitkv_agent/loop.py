@@ -15,15 +15,26 @@ import os
 import select
 import time
 from collections import deque
-from collections.abc import Callable, Hashable
-from typing import Generic, TypeVar
+from collections.abc import Callable, Hashable, Iterable
+from typing import Generic, Protocol, TypeVar
 
 logger = logging.getLogger(__name__)
 
 _LONGEST_WAIT_S = 3600.0
 _EVENTS_A_ROUND = 64
 _SCRATCH_BYTES = 1 << 16
+_MOST_LOOKOUTS = 8
 _DEFECT = "internal error in the agent's loop; please report it"  # logged, so that other sessions are served on
+
+
+class Lookout(Protocol):
+    """What the loop looks at, beside its descriptors, while it does not sleep."""
+
+    def look(self) -> bool:
+        """Do something that is to be done; return whether there was anything."""
+
+    def watched(self, *, watched: bool) -> None:
+        """The loop calls `look` from now on, or does not any more."""
 
 
 class Timer:
@@ -60,9 +71,11 @@ class Loop:
         self._in_a_row = False
         self._epoll = select.epoll()
         self._handlers: dict[int, Callable[[int], None]] = {}
+        self._lookouts: dict[Lookout, None] = {}
         self._timers: list[tuple[float, int, Timer]] = []
         self._order = itertools.count()
         self._mail: deque[Callable[[], None]] = deque()
+        self._next: deque[Callable[[], None]] = deque()  # the owner's own
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._running = False
         self._closed = False
@@ -82,6 +95,11 @@ class Loop:
         with contextlib.suppress(OSError):  # closed meanwhile: nobody is left to wake
             os.eventfd_write(self._wake, 1)
 
+    def soon(self, callback: Callable[[], None]) -> None:
+        """Call `callback` when everybody else who is ready has had a turn. For the owner thread only: nobody has to be
+        woken up, which other threads would use to take the interpreter."""
+        self._next.append(callback)
+
     # ----------------------------------------------------------------------------------------- descriptors
 
     def watch(self, fd: int, events: int, handler: Callable[[int], None]) -> None:
@@ -97,6 +115,18 @@ class Loop:
         """Stop watching; call it before `fd` is closed."""
         if self._handlers.pop(fd, None) is not None:
             self._epoll.unregister(fd)
+
+    def look_also(self, lookout: Lookout) -> None:
+        """Look at this, too, until the loop sleeps: at once if it would sleep now, or has enough to look at."""
+        if self._in_a_row and lookout not in self._lookouts and len(self._lookouts) < _MOST_LOOKOUTS:
+            self._lookouts[lookout] = None
+            lookout.watched(watched=True)
+
+    def look_no_more(self, lookout: Lookout) -> None:
+        """Undo `look_also`."""
+        if lookout in self._lookouts:
+            del self._lookouts[lookout]
+            lookout.watched(watched=False)
 
     # ---------------------------------------------------------------------------------------------- timers
 
@@ -128,7 +158,8 @@ class Loop:
         while timers and timers[0][2].callback is None:
             heapq.heappop(timers)
         wait = max(0.0, min(longest_s, timers[0][0] - self.now())) if timers else longest_s
-        ready = self._poll(0.0 if self._mail else wait)
+        ready = self._poll(0.0 if self._mail or self._next else wait)
+        after = len(self._next)  # what is added from here on waits until the others were looked for again
         handlers = self._handlers
         for fd, events in ready:
             handler = handlers.get(fd)
@@ -138,6 +169,8 @@ class Loop:
                 except Exception:
                     logger.exception(_DEFECT)
                 self._end_turn()
+        for _ in range(after):
+            self._guarded(self._next.popleft())
         if timers:
             self.run_due_timers()
 
@@ -146,16 +179,41 @@ class Loop:
         poll, clock = self._epoll.poll, time.perf_counter
         start = clock()
         ready: list[tuple[int, int]] = []
-        if self._in_a_row:
+        if self._in_a_row and longest_s > 0:
             end = start + min(self._busy_poll_s, longest_s)
             while not (ready := poll(0, _EVENTS_A_ROUND)) and clock() < end:
-                pass
+                if self._lookouts and self._look(self._lookouts):
+                    return []
             self._thread_time = time.thread_time()  # looking is nobody's turn
+            if not ready and longest_s <= self._busy_poll_s:
+                return []  # to look on afterwards
         if not ready:
+            if self._lookouts and self._look(self._stop_looking()):  # it came just before that
+                return []
             ready = poll(longest_s, _EVENTS_A_ROUND)
         # Twice, because one that was slept through came later by the time of waking up.
         self._in_a_row = clock() - start < 2 * self._busy_poll_s
         return ready
+
+    def _look(self, lookouts: Iterable[Lookout]) -> bool:
+        """Look at each until one had something to do."""
+        start = time.perf_counter()
+        for lookout in lookouts:
+            try:
+                found = lookout.look()
+            except Exception:
+                logger.exception(_DEFECT)
+                found = True
+            if found:  # then `lookouts` may be others already
+                self._end_turn(time.perf_counter() - start)
+                return True
+        return False
+
+    def _stop_looking(self) -> list[Lookout]:
+        lookouts = list(self._lookouts)
+        for lookout in lookouts:
+            self.look_no_more(lookout)
+        return lookouts
 
     def stop(self) -> None:
         """Let `run` return after the current round."""
@@ -182,10 +240,11 @@ class Loop:
             logger.exception(_DEFECT)
         self._end_turn()
 
-    def _end_turn(self) -> None:
-        # Asked once a turn, because it is a system call: what the loop itself took since the last turn is counted too.
+    def _end_turn(self, at_most: float = math.inf) -> None:
+        # Asked once a turn, because it is a system call: what the loop itself took since the last turn is counted too,
+        # except for looking, where the time by the clock says what the turn took at most.
         now = time.thread_time()
-        took = now - self._thread_time
+        took = min(now - self._thread_time, at_most)
         self._thread_time = now
         self.longest_turn_s = max(self.longest_turn_s, took)
 

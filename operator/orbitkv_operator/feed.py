@@ -27,6 +27,7 @@ from orbitkv_operator.cluster.api import (
     POD_MONITORS,
     PODS,
     POOLS,
+    RUNTIME_CLASSES,
     Api,
 )
 from orbitkv_operator.names import CHILD_SELECTOR
@@ -81,7 +82,7 @@ def make_watches(api: Api, namespace: str) -> list[Watch]:
     """Return kopf's watches that there are to be; of children in the release namespace only ours."""
     children = [Watch(kind, namespace, CHILD_SELECTOR) for kind in (*CHILD_KINDS, PODS)]
     return [
-        *(Watch(kind) for kind in (POOLS, CACHES, NODES, NAMESPACES)),
+        *(Watch(kind) for kind in (POOLS, CACHES, NODES, NAMESPACES, RUNTIME_CLASSES)),
         *(watch for watch in children if watch.resource is not POD_MONITORS or api.serves(POD_MONITORS)),
     ]
 

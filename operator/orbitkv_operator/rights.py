@@ -36,7 +36,7 @@ CLUSTER_RULES: Final = (
     # Pods that ask for a cache: what became of them, and which of them the webhook missed (of these the metadata only).
     Rule(("",), ("pods",), ("get", "list", "watch")),
     # Whether the RuntimeClass is there by which a pool's agents get at GPUs.
-    Rule(("node.k8s.io",), ("runtimeclasses",), ("get",)),
+    Rule(("node.k8s.io",), ("runtimeclasses",), ("get", "list", "watch")),
     # What claims for GPUs need (gpu.access: dra).
     Rule(("resource.k8s.io",), ("deviceclasses",), ("get",)),
     Rule(("resource.k8s.io",), ("resourceslices",), ("list",)),

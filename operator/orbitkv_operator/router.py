@@ -14,6 +14,7 @@ from orbitkv_operator.cluster.api import (
     NODES,
     PODS,
     POOLS,
+    RUNTIME_CLASSES,
     Manifest,
     Resource,
 )
@@ -50,6 +51,8 @@ class Router:
             else:
                 self.pods.put(manifest)
                 self.queue.add(pod_key(*name_of(manifest)), SETTLE_SECONDS)
+        elif resource is RUNTIME_CLASSES:
+            self._all_pools(SETTLE_SECONDS)
         elif resource not in KINDS:
             self._child(manifest, SETTLE_SECONDS if resource is DAEMON_SETS and not gone else 0.0)
         elif gone:
@@ -75,6 +78,8 @@ class Router:
             if known is not None:
                 self.view.drop(resource, name)
                 self._child(known, SETTLE_SECONDS)
+        elif resource is RUNTIME_CLASSES:
+            self._all_pools(SETTLE_SECONDS)
         elif resource in KINDS:
             cache = self.view.cache(*name) if resource is CACHES else None
             self._concerns(resource, name, cache.pool if cache else "", self.view.drop(resource, name))

@@ -71,7 +71,7 @@ class Workers:
                 logger.exception("a look at an object failed", extra={"object": str(key)})
                 self._failed(key, "defect", 5.0, error)
             else:
-                self.queue.done(key)
+                self.queue.done(key, last=again == FORGET)
                 if again != FORGET:
                     usual = self.resync_seconds * random.uniform(0.8, 1.0)
                     self.queue.add(key, usual if again is None else min(again, usual))

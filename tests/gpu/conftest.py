@@ -11,7 +11,7 @@ import pytest
 from orbitkv.cuda import CudaUnavailableError, LibCuda
 from tools.harness.agent import AgentProcess
 
-POOL = "4GiB"
+POOL = "2GiB"
 
 
 def why_not() -> str:

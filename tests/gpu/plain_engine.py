@@ -1,8 +1,9 @@
 """An engine's process on a GPU without torch, quick to start: pages whose bytes say which page they are.
 
-    python -m tests.gpu.plain_engine SOCKET work|check [--pages N]
+    python -m tests.gpu.plain_engine SOCKET work|hold|check [--pages N]
 
-`work` saves and restores pages for ever, and checks what it restores; it prints a line after each round. `check`
+`work` saves and restores pages for ever, and checks what it restores; it prints a line after each round. `hold` does
+the same behind half a second of work on its stream each time, so that something nearly always waits for that. `check`
 restores every page that the agent still has and checks it. WRONG in a line is a page with other bytes than its own.
 """
 
@@ -54,7 +55,7 @@ class PlainEngine:
         self._check(self._cuda.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(BLOCKS * PAGE)))
         self.base = address.value
         self._check(self._cuda.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(BLOCKS * PAGE)))
-        self._snapshot = address.value
+        self._spare = address.value
         self._stream = self._driver.make_stream()
         self.gpu = EngineGpu(self._driver)
         self.instance = Instance("plain-engine", uuid.uuid4().hex)
@@ -103,18 +104,15 @@ class PlainEngine:
         self.gpu.read(words.ctypes.data, self.base + block * PAGE, blocks * PAGE)
         return words
 
-    def snapshot(self) -> None:
-        """Keep a copy of all blocks, on the GPU."""
-        self.gpu.enter()
+    def occupy(self, copies: int) -> None:
+        """Give the stream work: copies of 1 GiB within the GPU, about half a millisecond each."""
         size = ctypes.c_size_t(BLOCKS * PAGE)
-        self._check(self._cuda.cuMemcpyDtoD_v2(ctypes.c_uint64(self._snapshot), ctypes.c_uint64(self.base), size))
-        self._check(self._cuda.cuCtxSynchronize())
-
-    def differs_from_snapshot(self) -> bool:
-        """Whether any byte changed since."""
-        then = np.empty(BLOCKS * PAGE // 4, np.uint32)
-        self.gpu.read(then.ctypes.data, self._snapshot, BLOCKS * PAGE)
-        return not np.array_equal(then, self.words(0, BLOCKS))
+        for _ in range(copies):
+            self._check(
+                self._cuda.cuMemcpyDtoDAsync_v2(
+                    ctypes.c_uint64(self._spare), ctypes.c_uint64(self.base), size, ctypes.c_void_p(self._stream)
+                )
+            )
 
     def keep(self, numbers: list[int], blocks: list[int], seconds: float = 20.0) -> None:
         """Save pages, again while the agent still prepares memory for them."""
@@ -157,10 +155,11 @@ def names(numbers: list[int]) -> BlockHashes:
     return BlockHashes(blobs)
 
 
-def work(engine: PlainEngine, pages: int) -> None:
-    """Save and restore until the process is killed."""
+def work(engine: PlainEngine, pages: int, occupied: int = 0) -> None:
+    """Save and restore until the process is killed, each behind so many copies on its stream."""
     kept: list[int] = []
     while True:
+        engine.occupy(occupied)
         numbers = random.sample(range(pages), 48)
         blocks = random.sample(range(BLOCKS), 96)
         if engine.save(numbers, blocks[:48]):
@@ -169,6 +168,7 @@ def work(engine: PlainEngine, pages: int) -> None:
         for _ in range(3):
             chosen = random.sample(sorted(set(kept)) or numbers, min(16, len(set(kept)) or 16))
             free = random.sample(blocks[48:], len(chosen))
+            engine.occupy(occupied)
             count, handle = engine.start_restore(chosen, free)
             if handle is not None:
                 engine.client.wait_restore(handle, timeout=60)
@@ -198,12 +198,15 @@ def main() -> None:
     """See the module."""
     parser = argparse.ArgumentParser()
     parser.add_argument("socket")
-    parser.add_argument("what", choices=["work", "check"])
+    parser.add_argument("what", choices=["work", "hold", "check"])
     parser.add_argument("--pages", type=int, default=400)
     arguments = parser.parse_args()
     engine = PlainEngine(arguments.socket)
     print("go", flush=True)
-    (work if arguments.what == "work" else check)(engine, arguments.pages)
+    if arguments.what == "check":
+        check(engine, arguments.pages)
+    else:
+        work(engine, arguments.pages, 1000 if arguments.what == "hold" else 0)
     engine.client.close()
 
 

@@ -18,13 +18,35 @@ from tools.harness.memory_engine import numbered_hashes
 
 torch = pytest.importorskip("torch")
 
-TYPES: dict[str, dict[str, Any]] = {
-    "bf16": {"heads": 8, "content": 256, "dtype": "bfloat16"},
-    "fp8": {"heads": 8, "content": 256, "dtype": "float8_e4m3fn"},
-    "fp32-one-head": {"heads": 1, "content": 256, "dtype": "float32"},
-    "mla": {"heads": 1, "content": 576, "dtype": "bfloat16"},
-    "flashinfer-kv-apart": {"heads": 8, "content": 128, "dtype": "float16", "layers": 12},
+LAYOUTS = ["LBNHC", "LBHNC", "BLNHC", "BLHNC"]
+"""All that are served: in the other two of vLLM's a layer's part of a block is not one piece."""
+TYPES = ["bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2", "uint8"]
+GEOMETRIES: dict[str, dict[str, Any]] = {
+    "eight-heads": {"heads": 8, "content": 256},
+    "one-head": {"heads": 1, "content": 256},
+    "mla": {"heads": 1, "content": 576},
+    "flashinfer-kv-apart": {"heads": 8, "content": 128, "layers": 12},
 }
+"""As vLLM 0.33.0 shows them: K and V of a head are one content, a head of a latent cache has 512 + 64."""
+WAYS = [(layout, shape) for layout in LAYOUTS for shape in ({}, {"apart": True}) if layout[0] == "L" or not shape]
+CASES = [
+    pytest.param(
+        {"layout": layout, "dtype": dtype, **where, **shape},
+        id=f"{layout}-{'apart' if where else 'one'}-{dtype}-{name}",
+    )
+    for layout, where in WAYS
+    for dtype in TYPES
+    for name, shape in GEOMETRIES.items()
+]
+CASES += [  # 656 bytes a token: 512 of fp8, their scales, and 64 of bf16
+    pytest.param({"layout": layout, "dtype": "uint8", "heads": 1, "content": 656, **where}, id=f"{layout}-mla-fp8")
+    for layout, where in WAYS
+    if not where
+]
+CASES += [  # a backend whose kernels take blocks of 16 tokens
+    pytest.param({"layout": layout, "kernel": 16, "heads": 8, "content": 256}, id=f"{layout}-kernel-blocks")
+    for layout in LAYOUTS[:2]
+]
 
 
 def engine(agent: AgentProcess, **shape: Any) -> Any:
@@ -40,29 +62,39 @@ def raw(view: Any) -> Any:
 
 
 @pytest.mark.parametrize("tokens", [16, 32, 64, 128])
-@pytest.mark.parametrize("kind", TYPES)
-@pytest.mark.parametrize("layout", ["LBNHC", "LBHNC", "BLNHC", "BLHNC"])
+@pytest.mark.parametrize("case", CASES)
 def test_restored_pages_are_equal_and_nothing_else_changes(
-    agent: AgentProcess, layout: str, kind: str, tokens: int
+    agent: AgentProcess, case: dict[str, Any], tokens: int
 ) -> None:
+    shape = {"layers": 6, "blocks": 48, "tokens": tokens, **case}
+    parts = tokens // shape.pop("kernel", tokens)
     numbers = np.random.default_rng(tokens)
-    shape = {"layers": 6, **TYPES[kind]}
-    with engine(agent, layout=layout, blocks=96, tokens=tokens, **shape) as it:
+    with engine(agent, kernel_blocks=parts, **shape) as it:
+        order = numbers.permutation(48)
+        sources, targets, hashes = order[:20], order[20:40], numbered_hashes(20, first=tokens)
         it.scramble()
-        order = numbers.permutation(96)
-        sources, targets, hashes = order[:40], order[40:80], numbered_hashes(40, first=tokens)
         it.save(hashes, sources, it.point())
-        views = [raw(view) for view in it.views]
+        views = [raw(view).unflatten(0, (48, parts)) for view in it.views]
         saved = [view[torch.from_numpy(sources).cuda()] for view in views]
         it.scramble()  # the engine uses its blocks for something else
-        before = it.memory.clone()
+        before = [memory.clone() for memory in it.memories]
         for view, pages in zip(views, saved, strict=True):
             view[torch.from_numpy(targets).cuda()] = pages
-        expected = it.memory.clone()
-        it.memory.copy_(before)
+        expected = [memory.clone() for memory in it.memories]
+        for memory, old in zip(it.memories, before, strict=True):
+            memory.copy_(old)
         it.restore(hashes, targets, it.point())
         torch.cuda.synchronize()
-        assert torch.equal(it.memory, expected), f"{layout} {kind} {tokens}: bytes differ"
+        for memory, whole in zip(it.memories, expected, strict=True):
+            assert torch.equal(memory, whole), f"{case} {tokens}: bytes differ"
+
+
+@pytest.mark.parametrize("layout", ["BLNHC", "BLHNC"])
+def test_blocks_that_kernels_cut_across_layers_are_refused(agent: AgentProcess, layout: str) -> None:
+    from orbitkv.vllm.layout import LayoutRefusedError
+
+    with pytest.raises(LayoutRefusedError, match="not one piece"):
+        engine(agent, layout=layout, tokens=64, layers=4, blocks=8, kernel_blocks=4)
 
 
 def test_pages_of_another_engine_of_the_same_model_are_restored(agent: AgentProcess) -> None:

@@ -77,27 +77,6 @@ def test_a_copy_behind_its_point_can_be_withdrawn(it: Any) -> None:
     assert torch.equal(before, it.memory)
 
 
-def test_a_stopped_agent_holds_up_nothing_of_the_engine(own_agent: AgentProcess) -> None:
-    from tools.harness.gpu_engine import GpuEngine, Shape
-
-    with GpuEngine(own_agent.socket_path, Shape(blocks=400)) as it:
-        hashes = numbered_hashes(200)
-        it.save(hashes, np.arange(200), it.point())
-        restore = it.start_restore(hashes, np.arange(200) + 200, it.point())
-        own_agent.pause()
-        try:
-            started = time.monotonic()
-            x = torch.ones(1 << 20, device="cuda")
-            for _ in range(100):
-                x = x * 1.001
-            torch.cuda.synchronize()
-            assert time.monotonic() - started < 1.0
-            assert it.client.peer_alive(), "a stopped agent is alive: nothing is known about its copies"
-        finally:
-            own_agent.resume()
-        assert it.client.wait_restore(restore, timeout=20) is RestoreStatus.DONE
-
-
 def test_the_gpu_tells_the_end_of_a_restore_while_the_agent_is_stopped(own_agent: AgentProcess) -> None:
     from tools.harness.gpu_engine import GpuEngine, Shape
 

@@ -70,8 +70,8 @@ class Images(Part):
     registry: Registry = Field(
         default="localhost",
         description="Registry of all images, with a path if there is one. No images are published: `make images` makes "
-        "them as `localhost/orbitkv/...`, and with this default they have to be on the nodes already. Push them to a "
-        "registry of yours and name it here.",
+        "them as `localhost/orbitkv/...`, and with this default they have to be on the nodes already. With "
+        "`REGISTRY=...` it pushes them to a registry of yours, which is to be named here.",
     )
     pull_policy: Literal["Always", "IfNotPresent", "Never"] = Field(
         default="IfNotPresent", description="When the operator's image is pulled."
@@ -110,8 +110,8 @@ class Operator(Part):
     pod_labels: dict[str, str] = Field(default={}, description="Further labels of the operator's pods.")
     env: list[Object] = Field(
         default=[],
-        description="Further environment variables of the operator, as in a container's `env`. Each of its settings "
-        "has one (docs/configuration.md).",
+        description="Further environment variables of the operator, as in a container's `env`: its times, for example "
+        "(docs/configuration.md).",
     )
 
 

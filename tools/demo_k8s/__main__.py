@@ -17,7 +17,7 @@ import string
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Literal
 
@@ -52,7 +52,7 @@ APP = "chat-engine"
 TURNS_BEFORE_DELETION = TURNS - 2
 START_SECONDS = 600.0
 USE_SECONDS = 60.0
-"""Longest wait for the cache namespace's status to show what the engines did: agents report every 15 seconds."""
+"""Longest wait for a status to show what the engines did: agents report every 15 seconds."""
 
 
 def deployment(image: engine_image.EngineImage) -> list[Object]:
@@ -151,6 +151,17 @@ def as_turn(step: Step, which: Literal["first", "restarted"], answer: Answer) ->
     )
 
 
+def shows_use(cache: Object) -> bool:
+    """Whether the status of a cache namespace says that an engine is attached, and that it has found something."""
+    status = cache.get("status", {})
+    return has_condition("InUse")(cache) and status.get("lastHour", {}).get("hitTokens", 0) > 0
+
+
+def shows_pages(pool: Object) -> bool:
+    """Whether the status of a pool says that it holds something."""
+    return bool(pool.get("status", {}).get("tiers", {}).get("dram", {}).get("used", "0") != "0")
+
+
 def shown(kubectl: Kubectl) -> str:
     """What a user would look at, as kubectl prints it."""
     pod = wait_pod(kubectl)["metadata"]["name"]
@@ -158,7 +169,7 @@ def shown(kubectl: Kubectl) -> str:
         ["get", "mpool"],
         ["get", "cns", "--output=wide", f"--namespace={NAMESPACE}"],
         ["get", "pods", f"--namespace={NAMESPACE}", f"--label-columns=app,{LABEL_CACHE}"],
-        ["get", "events", f"--field-selector=involvedObject.name={pod}", f"--namespace={NAMESPACE}"],
+        ["events", f"--for=pod/{pod}", f"--namespace={NAMESPACE}"],
     ]
     return "\n".join(f"$ kubectl {' '.join(command)}\n{kubectl.run(*command)}" for command in commands)
 
@@ -192,17 +203,22 @@ def run(folder: Path, progress: Progress) -> tuple[Report, str]:
                 installation.wait_ready("managerpool", "default")
                 installation.wait_ready("cachenamespace", "chat", NAMESPACE)
             objects = deployment(image)
-            annotation = objects[0]["spec"]["template"]["metadata"]["annotations"]
-            progress.say(f"kubectl apply -f tools/demo_k8s/deployment.yaml, with the annotation {annotation}")
+            ((key, value),) = objects[0]["spec"]["template"]["metadata"]["annotations"].items()
+            progress.say(
+                f"kubectl apply -f tools/demo_k8s/deployment.yaml, a Deployment of vLLM annotated {key}: {value}"
+            )
             kubectl.apply(*objects, arguments=[f"--namespace={NAMESPACE}"])
             with progress.during("the engine starts in its pod"):
                 wait_pod(kubectl)
                 reference.ready()
             report = converse(kubectl, reference, progress)
-            with progress.during("what can be seen of it"):
-                in_use = has_condition("InUse")
-                kubectl.wait("cns", "chat", in_use, "InUse", namespace=NAMESPACE, timeout=USE_SECONDS)
-                return report, shown(kubectl)
+            with (
+                progress.during("waiting for its use to show in the status, which lags by seconds"),
+                suppress(StillWaitingError),
+            ):
+                kubectl.wait("cns", "chat", shows_use, "its use to show", namespace=NAMESPACE, timeout=USE_SECONDS)
+                kubectl.wait("mpool", "default", shows_pages, "its pages to show", timeout=USE_SECONDS)
+            return report, shown(kubectl)
         finally:
             with progress.during("removing all of it"):
                 kubectl.run("delete", "deployment,service", APP, f"--namespace={NAMESPACE}", "--ignore-not-found")

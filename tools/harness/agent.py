@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +35,18 @@ class AgentProcess(ManagedProcess):
     """`orbitkv-agent serve` on a socket in `folder`; `settings` are the agent's, as its flags name them.
 
     It is serving when the constructor returns. Raises ProcessError with its log if it does not start. With `plugin` its
-    protocol is of another release (`releases.plugin_with`).
+    protocol is of another release (`releases.plugin_with`). `before` is a command that runs it, `unshare` for example.
     """
 
-    def __init__(self, folder: Path, name: str = "agent", *, plugin: Path | None = None, **settings: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        name: str = "agent",
+        *,
+        plugin: Path | None = None,
+        before: Sequence[str] = (),
+        **settings: Any,
+    ) -> None:
         self.socket_path = folder / f"{name}.sock"
         chosen = {
             "socket_path": self.socket_path,
@@ -48,7 +56,7 @@ class AgentProcess(ManagedProcess):
             "mode": "cuda" if DEVICE == "cuda" else "host",
             **settings,
         }
-        command = [agent_python(), "-m", "orbitkv_agent", "serve"]
+        command = [*before, agent_python(), "-m", "orbitkv_agent", "serve"]
         for setting, value in chosen.items():
             command += [f"--{setting.replace('_', '-')}", str(value).lower() if isinstance(value, bool) else str(value)]
         super().__init__(name, command, folder / f"{name}.log", agent_environment(plugin))

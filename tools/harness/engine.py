@@ -35,7 +35,8 @@ ENGINE_ARGUMENTS: dict[str, Any] = {
     "enable_prefix_caching": True,
     "disable_log_stats": False,
     "seed": 0,
-    **({"gpu_memory_utilization": 0.1} if DEVICE == "cuda" else {}),
+    # Given, so that no engine takes another's memory, which comes and goes beside it, for its own.
+    **({"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 1 << 30} if DEVICE == "cuda" else {}),
     **json.loads(os.environ.get("ORBITKV_TEST_ENGINE_ARGUMENTS", "{}")),
 }
 """What every engine here is started with, unless said otherwise (ORBITKV_TEST_ENGINE_ARGUMENTS: more of it, as JSON).

@@ -43,7 +43,11 @@ SAVE_PAGES: Final = 128
 
 @dataclass(frozen=True)
 class Shape:
-    """KV memory of one group. The default is Qwen3-8B's: pages of 2.25 MiB, 64 KiB of each layer."""
+    """KV memory of one group. The default is Qwen3-8B's: pages of 2.25 MiB, 64 KiB of each layer.
+
+    `kernel_blocks` is how many blocks of the attention kernel make one of the cache manager, layer outermost only;
+    `apart`: each layer is an allocation of its own, as most backends without a common buffer have it.
+    """
 
     layout: str = "BLNHC"
     layers: int = 36
@@ -52,6 +56,8 @@ class Shape:
     tokens: int = 16
     content: int = 256
     dtype: torch.dtype = torch.bfloat16
+    kernel_blocks: int = 1
+    apart: bool = False
 
     @property
     def page_bytes(self) -> int:
@@ -67,12 +73,27 @@ class _Group:
     kv_cache_spec: Any = field(default_factory=lambda: SimpleNamespace(block_size=16))
 
 
+def _memory(shape: Shape) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """New memory, and the views of its layers."""
+    order = ORDERS[shape.layout]
+    kernel = shape.kernel_blocks
+    layers = 1 if shape.apart else shape.layers
+    logical = (layers, shape.blocks * kernel, shape.heads, shape.tokens // kernel, shape.content)
+    size = shape.page_bytes * shape.blocks // shape.layers * layers
+    memories = [torch.empty(size + 2 * MARGIN, dtype=torch.uint8, device="cuda") for _ in range(shape.layers // layers)]
+    views: list[torch.Tensor] = []
+    for memory in memories:
+        physical = memory[MARGIN : MARGIN + size].view(shape.dtype).view([logical[axis] for axis in order])
+        views += physical.permute([order.index(axis) for axis in range(5)]).unbind(0)
+    return memories, views
+
+
 class GpuEngine:
     """Scheduler and only worker of one instance.
 
     Attributes:
-        memory: all of its memory, margins included, uint8.
-        views: one view `[blocks, heads, tokens, content]` a layer.
+        memories: all of its memory, margins included, uint8: one tensor, or one a layer.
+        views: one view `[blocks, heads, tokens, content]` a layer, of the attention kernel's blocks.
         client: its client.
         instance: its name.
         registration: its registered and proven memory.
@@ -82,14 +103,8 @@ class GpuEngine:
         self, socket: Path | str, shape: Shape | None = None, *, identity: str = "", prove: bool = True, **client: Any
     ) -> None:
         self.shape = shape = shape or Shape()
-        order = ORDERS[shape.layout]
-        logical = (shape.layers, shape.blocks, shape.heads, shape.tokens, shape.content)
-        size = shape.page_bytes * shape.blocks
-        self.memory = torch.empty(size + 2 * MARGIN, dtype=torch.uint8, device="cuda")
+        self.memories, self.views = _memory(shape)
         self.scramble()
-        physical = self.memory[MARGIN : MARGIN + size].view(shape.dtype).view([logical[axis] for axis in order])
-        by_layer = physical.permute([order.index(axis) for axis in range(5)])
-        self.views = [by_layer[i] for i in range(shape.layers)]
         names = {f"layer.{i}": view for i, view in enumerate(self.views)}
         self.layout = read_layout(names, [_Group(list(names))], shape.blocks)
         self.client = CacheManagerClient(str(socket), **{"timeout_ms": 60_000, **client})
@@ -109,9 +124,16 @@ class GpuEngine:
         self.client.report_proof(self.registration, proven=True)
         self._queries = 0
 
+    @property
+    def memory(self) -> torch.Tensor:
+        """All of its memory, where it is one piece."""
+        (memory,) = self.memories
+        return memory
+
     def scramble(self) -> None:
         """Fill all memory, margins included, with random bytes."""
-        self.memory.random_(0, 256)
+        for memory in self.memories:
+            memory.random_(0, 256)
         torch.cuda.synchronize()
 
     def point(self) -> StreamPoint:

@@ -9,7 +9,7 @@ import re
 import shutil
 from pathlib import Path
 
-from orbitkv.protocol.versions import MESSAGES, VersionRange
+from orbitkv.protocol.versions import MESSAGES, RECORDS, VersionRange
 from tools.harness.engine import ROOT
 
 BEFORE = VersionRange(MESSAGES.highest - 2, MESSAGES.highest - 1)
@@ -21,6 +21,7 @@ ADDED = ("JoinSession",)
 """Requests that this release has and the one before has not."""
 
 _MESSAGES = re.compile(r"^MESSAGES = VersionRange\(.*\)$", re.MULTILINE)
+_RECORDS = re.compile(r"^RECORDS = VersionRange\(.*\)$", re.MULTILINE)
 
 
 def plugin_with(messages: VersionRange, folder: Path) -> Path:
@@ -34,6 +35,9 @@ def plugin_with(messages: VersionRange, folder: Path) -> Path:
         shutil.copytree(ROOT / "engine_plugins", made, ignore=left_out)
         file = made / "orbitkv" / "protocol" / "versions.py"
         text, count = _MESSAGES.subn(f"MESSAGES = {messages!r}", file.read_text())
+        if messages.highest < MESSAGES.highest:
+            text, more = _RECORDS.subn(f"RECORDS = {VersionRange(RECORDS.lowest, RECORDS.highest - 1)!r}", text)
+            count *= more
         assert count == 1, f"{file} does not say its versions as it used to"
         file.write_text(text)
         if messages.highest < MESSAGES.highest:

@@ -9,8 +9,8 @@ import pytest
 from tools import environments, guards
 from tools.environments import Selection
 
-HEADER = "import os, pytest\nOFF = os.environ.get('ORBITKV_TEST_GUARD_OFF')\n"
-WATCHING = "@pytest.mark.guard('one')\ndef test_watching():\n    assert OFF != 'one'\n"
+HEADER = "import os, pytest\ndef off():\n    return os.environ.get('ORBITKV_TEST_GUARD_OFF')\n"
+WATCHING = "@pytest.mark.guard('one')\ndef test_watching():\n    assert off() != 'one'\n"
 
 
 @pytest.fixture
@@ -26,10 +26,9 @@ def check(folder: Path, *tests: str) -> bool:
 
 
 def test_a_test_that_fails_without_its_guard_is_accepted(scratch: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    other = (
-        "@pytest.mark.guard('two')\n@pytest.mark.parametrize('x', [1, 2])\ndef test_more(x):\n    assert OFF != 'two'\n"
-    )
-    assert check(scratch, WATCHING, other, "def test_unmarked():\n    assert OFF is None\n")
+    mark = "@pytest.mark.guard('two')\n@pytest.mark.parametrize('x', [1, 2])\n"
+    other = mark + "def test_more(x):\n    assert off() != 'two'\n"
+    assert check(scratch, WATCHING, other, "def test_unmarked():\n    assert off() is None\n")
     rows = [line.split()[:3] for line in capsys.readouterr().out.splitlines()]
     assert ["one", "1", "yes"] in rows
     assert ["two", "2", "yes"] in rows
@@ -38,7 +37,7 @@ def test_a_test_that_fails_without_its_guard_is_accepted(scratch: Path, capsys: 
 def test_anything_but_a_failure_is_reported(scratch: Path, capsys: pytest.CaptureFixture[str]) -> None:
     passes = "@pytest.mark.guard('one')\ndef test_passes():\n    pass\n"
     skipped = "@pytest.mark.guard('one')\ndef test_skipped():\n    pytest.skip('not here')\n"
-    set_up = "@pytest.fixture\ndef broken():\n    assert OFF is None\n"
+    set_up = "@pytest.fixture\ndef broken():\n    assert off() is None\n"
     broken = "@pytest.mark.guard('one')\ndef test_set_up(broken):\n    pass\n"
     assert not check(scratch, WATCHING, passes, skipped, set_up, broken)
     output = capsys.readouterr().out

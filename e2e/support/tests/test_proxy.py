@@ -9,8 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from e2e.cluster import programs
-from e2e.cluster.control_plane import ControlPlane, standalone
+from e2e.cluster.control_plane import ControlPlane
 from e2e.support.kubectl import Kubectl
 from e2e.support.proxy import FaultProxy
 
@@ -34,18 +33,6 @@ class Client:
 
     def put(self, name: str, path: str = MAPS) -> None:
         self.open(path, {"metadata": {"name": name}})
-
-
-@pytest.fixture(scope="module")
-def apiserver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
-    built = programs.ensure(programs.CLUSTER[:1])
-    with standalone(built["kube-apiserver"], tmp_path_factory.mktemp("apiserver")) as plane:
-        yield plane
-
-
-@pytest.fixture(scope="module")
-def direct(apiserver: ControlPlane) -> Kubectl:
-    return Kubectl(programs.Programs(programs.CLUSTER[:1])["kubectl"], apiserver.kubeconfig)
 
 
 @pytest.fixture(scope="module")

@@ -44,11 +44,12 @@ class GroupLayout:
         """
         if blocks.size == 0:
             return
-        low, high = int(blocks.min()), int(blocks.max())
+        ordered = np.sort(blocks)
+        low, high = int(ordered[0]), int(ordered[-1])
         if low < 0 or high >= self.blocks:
             raise OrbitKVError(
                 ErrorKind.INVALID,
                 f"blocks: group {self.group} has blocks 0 to {self.blocks - 1}, asked for {low if low < 0 else high}",
             )
-        if destination and np.unique(blocks).size != blocks.size:
+        if destination and (ordered[1:] == ordered[:-1]).any():
             raise OrbitKVError(ErrorKind.INVALID, f"blocks: a block of group {self.group} is named twice")

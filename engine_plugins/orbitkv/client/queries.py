@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import msgspec
 
@@ -61,8 +60,7 @@ LOADING = QueryLoading(admitted=True)
 QUEUED = QueryLoading(admitted=False)
 
 
-@dataclass(slots=True)
-class _Operation:
+class _Operation(msgspec.Struct):
     number: int
     hashes: tuple[BlockHashes, ...]
     proof: bool

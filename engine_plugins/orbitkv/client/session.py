@@ -71,11 +71,14 @@ class Session:
         try:
             hello = Hello(cache_namespace=endpoint.cache_namespace, token=token, client=endpoint.name)
             reply, descriptors = self.connection.call_for_descriptors(hello, endpoint.timeout_ms)
-            if not isinstance(reply, Welcome) or len(descriptors) != 3:
+            if not isinstance(reply, Welcome) or len(descriptors) != 2 + reply.records_version:
                 raise OrbitKVError(
                     ErrorKind.INCOMPATIBLE, f"{endpoint.path} answered the handshake with {type(reply).__name__}"
                 )
             self.records = RecordReader(descriptors[0])
+            for fd in descriptors[3:]:
+                self.connection.use_shortcut(fd)
+                os.close(fd)
         except BaseException:
             for fd in descriptors:
                 os.close(fd)

@@ -26,9 +26,8 @@ _ANCILLARY_BYTES: Final = socket.CMSG_SPACE(MAX_DESCRIPTORS * 4)
 
 _HEADER_BYTES: Final = HEADER.size
 _unpack_header: Final = HEADER.unpack_from
-_pack_header: Final = HEADER.pack_into
-_NO_HEADER: Final = bytes(HEADER.size)
-_encode_into: Final = msgspec.msgpack.Encoder().encode_into
+_pack_header: Final = HEADER.pack
+_encode: Final = msgspec.msgpack.Encoder().encode
 request_decoder: Final[msgspec.msgpack.Decoder[Request]] = msgspec.msgpack.Decoder(Request)
 reply_decoder: Final[msgspec.msgpack.Decoder[Reply]] = msgspec.msgpack.Decoder(Reply)
 
@@ -37,12 +36,10 @@ class FrameError(Exception):
     """The peer sent something that is no frame; the connection cannot be used any more."""
 
 
-def encode(message: Request | Reply, sequence: int) -> bytearray:
+def encode(message: Request | Reply, sequence: int) -> bytes:
     """Return `message` as one frame."""
-    frame = bytearray(_NO_HEADER)
-    _encode_into(message, frame, _HEADER_BYTES)
-    _pack_header(frame, 0, len(frame) - _HEADER_BYTES, sequence)
-    return frame
+    body = _encode(message)
+    return _pack_header(len(body), sequence) + body
 
 
 def send_with_descriptors(sock: socket.socket, frame: bytes | bytearray, descriptors: list[int]) -> int:

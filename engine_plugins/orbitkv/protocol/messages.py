@@ -101,7 +101,8 @@ class Hello(Message, tag=1):
 
 
 class Welcome(Message, tag=2):
-    """The session is open. Descriptors that come along: completion records (read-only), hint eventfd, agent's pidfd.
+    """The session is open. Descriptors that come along: completion records (read-only), hint eventfd, agent's pidfd,
+    and from version 2 of the records on the shortcut.
 
     Sizes in bytes, times in milliseconds.
     """

@@ -26,8 +26,8 @@ MESSAGES = VersionRange(1, 2)
 """Layout and meaning of the messages of `messages.py`. From version 2 on a registration of GPU memory is answered with
 a `Challenge` first."""
 
-RECORDS = VersionRange(1, 1)
-"""Layout of the shared completion records of `records.py`."""
+RECORDS = VersionRange(1, 2)
+"""What a session shares: the completion records (`records.py`), and from version 2 on the shortcut (`shortcut.py`)."""
 
 PAGE_IMAGE = VersionRange(1, 1)
 """Layout of a page in host memory: the layers' parts one after another, padded to `geometry.PAGE_ALIGNMENT`."""

@@ -52,12 +52,14 @@ class StepMetadata(KVConnectorMetadata):
         saves: saves to start after this step's compute.
         preempted: requests whose blocks are given to others in this step.
         held: finished requests whose blocks stay until their saves have left them.
+        computing: the step computes something.
     """
 
     loads: list[Load] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
     preempted: frozenset[str] = frozenset()
     held: frozenset[str] = frozenset()
+    computing: bool = False
 
 
 @dataclass

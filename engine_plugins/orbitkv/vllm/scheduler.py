@@ -178,9 +178,10 @@ class SchedulerHalf:
             return self._not_cached(tracked)
         size = self._block_tokens
         first = computed // size
-        # At least one token is left to compute: the engine needs its logits.
-        last = min((request.num_tokens - 1) // size, len(request.block_hashes))
-        if last <= first or (last - first) * size < self.link.config.min_load_tokens:
+        # Of a prompt that is restored as a whole the engine computes the last token again, for its logits. If a single
+        # block is all it lacks, it computes that in less time than a restore takes.
+        last = min(request.num_tokens // size, len(request.block_hashes))
+        if (request.num_tokens - 1) // size <= first or (last - first) * size < self.link.config.min_load_tokens:
             return self._not_cached(tracked)
         now = self._allowance.now
         if not tracked.held_until:
@@ -325,6 +326,7 @@ class SchedulerHalf:
             loads=self._loads,
             preempted=frozenset(scheduler_output.preempted_req_ids or ()),
             held=frozenset(self._newly_held),
+            computing=bool(scheduler_output.num_scheduled_tokens),
         )
         self._loads, self._newly_held = [], set()
         self._allowance.end()

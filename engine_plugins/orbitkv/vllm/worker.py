@@ -1,12 +1,13 @@
 """The connector's half in a worker: restores into the engine's KV memory, and saves from it.
 
-Nothing here waits for a copy or for the agent, but for a moment at a preemption. Work is handed to the client's own
-thread, and what became of it is read from its handles once a step.
+Nothing here waits for a copy or for the agent, but for a moment at a preemption and in a step that computes nothing.
+Work is handed to the client's own thread, and what became of it is read from its handles once a step.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -47,6 +48,13 @@ REGISTER_S = 120.0
 """Longest wait of the engine's start for the first attachment."""
 DRAIN_S = 0.01
 """Longest wait of a step for saves of preempted requests to leave their blocks."""
+GATHER_S = 0.1
+"""Longest time that a finished restore waits for others to finish, while the engine computes for other requests."""
+LOOK_S = 50e-6
+MOMENT_S = 0.002
+"""Longest wait of a step that computes nothing for a restore that is about to end."""
+GPU_BYTES_S = 50e9
+"""About what a GPU's link carries: when a restore should end."""
 
 
 @dataclass(frozen=True)
@@ -72,12 +80,26 @@ class WorkerAttachment:
 
 @dataclass(slots=True)
 class RunningLoad:
-    """A restore that has not ended. `handle` is None when it never began."""
+    """A restore that was not reported yet. `handle` is None when it never began.
+
+    Attributes:
+        started: when it was started.
+        due: when it should end, 0.0 where that is not known.
+        report_by: once it is done: how long it may wait to be reported together with others.
+    """
 
     load: Load
     client: CacheManagerClient | None
     handle: RestoreHandle | None
+    started: float
     give_up_at: float
+    due: float = 0.0
+    report_by: float = 0.0
+
+    @property
+    def status(self) -> RestoreStatus:
+        """How it stands."""
+        return RestoreStatus.FAILED if self.handle is None else self.handle.status
 
 
 @dataclass(slots=True)
@@ -287,8 +309,16 @@ class WorkerHalf:
                 client, handle = self._start_load(load)
             except Exception as error:
                 logger.warning("OrbitKV: request %s is computed, its restore did not begin: %s", load.request_id, error)
-            give_up_at = time.monotonic() + load.patience_s
-            self._loads[load.request_id] = RunningLoad(load, client, handle, give_up_at)
+            now = time.monotonic()
+            due = now + self._gpu_seconds(load) if handle is not None else 0.0
+            self._loads[load.request_id] = RunningLoad(load, client, handle, now, now + load.patience_s, due)
+
+    def _gpu_seconds(self, load: Load) -> float:
+        """How long the copy takes if it is the only one; infinite in host memory, where this process copies."""
+        if self._layout is None or self._layout.gpu is None:
+            return math.inf
+        pages = sum(block >= 0 for block in load.blocks)
+        return pages * sum(layer.block_bytes for group in self._layout.groups for layer in group.layers) / GPU_BYTES_S
 
     def _start_load(self, load: Load) -> tuple[CacheManagerClient | None, RestoreHandle | None]:
         adopted = self._adopted
@@ -339,8 +369,7 @@ class WorkerHalf:
         results = Results()
         now = time.monotonic()
         if self._loads:
-            for running in list(self._loads.values()):
-                self._poll_load(running, now, results)
+            self._poll_loads(step, now, results)
         if self._saves:
             for save in list(self._saves.values()):
                 self._poll_save(save, now)
@@ -369,21 +398,63 @@ class WorkerHalf:
 
     # --- internals
 
-    def _poll_load(self, running: RunningLoad, now: float, results: Results) -> None:
+    def _poll_loads(self, step: StepMetadata, now: float, results: Results) -> None:
+        """Report the restores that ended, and give up those that did not begin in time.
+
+        A request that joins running ones makes their step several times as long (it is not one CUDA graph any more), so
+        those that are done go in together: each waits for others as long as it took itself, while the engine has other
+        work. A restore that failed is reported at once: its request has everything to compute.
+        """
+        if not step.computing:
+            now = self._wait_a_moment(now)
+        done: list[RunningLoad] = []
+        others = False
+        for running in list(self._loads.values()):
+            status = running.status
+            if status is RestoreStatus.DONE:
+                if not running.report_by:
+                    running.report_by = now + min(now - running.started, GATHER_S)
+                done.append(running)
+            elif status.final or self._given_up(running, now):
+                self._fail_load(running, results)
+            else:
+                others = True
+        if done and (not step.computing or not others or any(now >= running.report_by for running in done)):
+            for running in done:
+                del self._loads[running.load.request_id]
+                results.received.add(running.load.request_id)
+
+    def _wait_a_moment(self, now: float) -> float:
+        """Wait for restores that are about to end, where the engine's loop would only sleep; return the time.
+
+        What is seen in a step reaches the scheduler with the next one, so that a look that comes too soon costs a whole
+        round of the loop.
+        """
+        soon = [
+            running
+            for running in self._loads.values()
+            if -MOMENT_S / 2 < running.due - now < MOMENT_S and not running.status.final
+        ]
+        end = now + MOMENT_S
+        while soon and now < end and not any(running.status.final for running in soon):
+            time.sleep(LOOK_S)
+            now = time.monotonic()
+        return now
+
+    def _given_up(self, running: RunningLoad, now: float) -> bool:
+        assert running.client is not None and running.handle is not None
+        return now >= running.give_up_at and self._cancelled(running.client.cancel_restore, running.handle)
+
+    def _fail_load(self, running: RunningLoad, results: Results) -> None:
         request_id, handle = running.load.request_id, running.handle
-        status = RestoreStatus.FAILED if handle is None else handle.status
-        if not status.final:
-            assert running.client is not None and handle is not None
-            if now < running.give_up_at or not self._cancelled(running.client.cancel_restore, handle):
-                return
-            status = RestoreStatus.CANCELLED
         del self._loads[request_id]
         results.received.add(request_id)
-        if status is RestoreStatus.DONE:
-            return
         if handle is not None:
             logger.warning(
-                "OrbitKV: the restore of request %s %s (%s); it is computed", request_id, status.value, handle.error
+                "OrbitKV: the restore of request %s %s (%s); it is computed",
+                request_id,
+                handle.status.value,
+                handle.error,
             )
         self._report.failed_loads.add(request_id)
         if self._several_groups:

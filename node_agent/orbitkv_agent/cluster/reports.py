@@ -23,6 +23,10 @@ PUSH_S: Final = 5.0
 OWNER_S: Final = 5.0
 """Nor does the owner thread to make a report."""
 _LONGEST_S: Final = 120.0
+BUSY_S: Final = 5.0
+"""Where agents begin in a crowd the operator sends some away: they come again after about so long."""
+_OFTEN: Final = 5
+"""Times in a row after which being sent away is a failure like any other."""
 
 
 class Reporter:
@@ -30,7 +34,8 @@ class Reporter:
     nobody takes it.
 
     The connection is kept from push to push, as opening one costs the operator more than a report, and is opened anew
-    when it fails or the certificate authority on disk is another one. The token is read for each push.
+    when it fails or the certificate authority on disk is another one; an operator that is too busy closes none. The
+    token is read for each push.
 
     Args:
         settings: where to, and how often.
@@ -50,6 +55,8 @@ class Reporter:
         self._post = post
         self._interval_s = settings.reports_interval_seconds
         self._failures = 0
+        self._sent_away = 0
+        """Pushes in a row that the operator was too busy for."""
         self._wake = threading.Event()
         self._stopping = False
         # Set by the thread, closed by it and by whoever stops it: that ends a push.
@@ -86,8 +93,10 @@ class Reporter:
             try:
                 self._push()
             except (grpc.RpcError, OSError, TimeoutError) as error:
-                self._disconnect()
-                self._failed(_words(error))
+                self._sent_away = self._sent_away + 1 if _is_busy(error) else 0
+                if not 0 < self._sent_away <= _OFTEN:
+                    self._disconnect()
+                    self._failed(_words(error))
             except Exception:
                 if self._stopping:
                     break  # its channel was closed under it
@@ -97,7 +106,7 @@ class Reporter:
             else:
                 if self._failures:
                     logger.info("the operator takes reports again")
-                self._failures, self.problem = 0, ""
+                self._failures, self._sent_away, self.problem = 0, 0, ""
             self._wait()
         self._disconnect()
 
@@ -106,7 +115,9 @@ class Reporter:
         if self._failures:  # an operator that has begun anew is to hear of everybody, however seldom it was told before
             interval_s = min(interval_s, self._settings.reports_interval_seconds)
         wait_s = interval_s * random.uniform(0.8, 1.2)
-        if self._failures > 1:
+        if 0 < self._sent_away <= _OFTEN:
+            wait_s = min(wait_s, BUSY_S * random.uniform(0.5, 1.5))
+        elif self._failures > 1:
             wait_s = min(wait_s * 2.0 ** min(self._failures - 1, 8), _LONGEST_S)
             self._wake.clear()  # what changes does not matter to who does not listen
         if not self._stopping:
@@ -182,6 +193,11 @@ def _may_be_the_connections(error: grpc.RpcError) -> bool:
         grpc.StatusCode.UNAVAILABLE,
         grpc.StatusCode.DEADLINE_EXCEEDED,
     )
+
+
+def _is_busy(error: BaseException) -> bool:
+    """Whether the operator has too many reports at once."""
+    return isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 def _words(error: BaseException) -> str:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -21,8 +20,7 @@ PROOF_BYTES: Final = 16
 """What a process writes to show that it may: enough that nobody guesses it."""
 
 
-@dataclass(frozen=True)
-class CopyPart:
+class CopyPart(NamedTuple):
     """Pages of one group to copy: (n,) block ids, and (n,) arena ids and offsets in bytes of their places."""
 
     group: int
@@ -31,8 +29,7 @@ class CopyPart:
     offsets: npt.NDArray[np.integer[Any]]
 
 
-@dataclass(frozen=True, slots=True)
-class Word:
+class Word(NamedTuple):
     """A 64-bit word in the completion records of the session that registered: its address, and what to write there."""
 
     address: int

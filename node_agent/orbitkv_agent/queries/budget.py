@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from enum import IntEnum
-from typing import Final
 
 from orbitkv_agent.guards import guard
-
-_LIMITED: Final = guard("budget-limit")
 
 
 class Phase(IntEnum):
@@ -84,22 +81,21 @@ class ByteBudget:
 
     def is_full(self, size: int) -> bool:
         """Whether `size` more bytes exceed the limit in all now."""
-        return self.reserved + size > self.limit and _LIMITED
+        return self.reserved + size > self.limit and guard("budget-limit")
 
     def fits(self, owner: Hashable, size: int) -> bool:
         """Whether `size` more bytes exceed neither the limit in all nor the owner's own now."""
         return (
             self.reserved + size <= self.limit and self._by_owner.get(owner, 0) + size <= self.owner_limit
-        ) or not _LIMITED
+        ) or not guard("budget-limit")
 
     def charge(self, owner: Hashable, size: int) -> Charge:
         """Reserve bytes that fit, in phase PREPARING. The caller has asked `fits`."""
         self.reserved += size
         self.by_phase[Phase.PREPARING] += size
         mine = self._by_owner[owner] = self._by_owner.get(owner, 0) + size
-        if _LIMITED:
-            assert self.reserved <= self.limit, "the query budget is exceeded"
-            assert mine <= self.owner_limit, "the query budget of an instance is exceeded"
+        if self.reserved > self.limit or mine > self.owner_limit:
+            assert not guard("budget-limit"), "the query budget, in all or of an instance, is exceeded"
         self.peak = max(self.peak, self.reserved)
         self.owner_peak = max(self.owner_peak, mine)
         return Charge(self, owner, size)

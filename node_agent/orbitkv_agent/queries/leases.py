@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from orbitkv_agent.store.index import Run
 
 
+GroupPlaces = tuple[int, npt.NDArray[np.uint32], npt.NDArray[np.uint64]]
+"""Of pages of one group: its number, and (pages,) arena ids and byte offsets."""
+
+
 def handle_numbers() -> itertools.count[int]:
     """Numbers for handles of this boot: no handle of an earlier agent is one of them.
 
@@ -37,7 +41,7 @@ class PinnedPages:
         count: pages of one shard, all groups together.
     """
 
-    __slots__ = ("_cache", "_holders", "_runs", "_used", "count", "pages")
+    __slots__ = ("_cache", "_holders", "_places", "_runs", "_used", "count", "pages")
 
     def __init__(self, cache: PageCache, pages: list[LeasedPages], runs: list[Run], holders: int) -> None:
         self.pages = pages
@@ -46,6 +50,7 @@ class PinnedPages:
         self._runs = runs
         self._holders = holders
         self._used = False
+        self._places: dict[int, list[GroupPlaces]] = {}
         for run in runs:
             cache.pin(run)
 
@@ -56,12 +61,15 @@ class PinnedPages:
             for run in self._runs:
                 self._cache.demand_hit(entries_of(run))
 
-    def places(self, shard: int) -> list[tuple[int, npt.NDArray[np.uint32], npt.NDArray[np.uint64]]]:
-        """Where the pages of one shard lie: (group, arena ids, byte offsets), a group at a time."""
-        return [
-            (leased.group, *self._cache.places(entries_of(run), shard))
-            for leased, run in zip(self.pages, self._runs, strict=True)
-        ]
+    def places(self, shard: int) -> list[GroupPlaces]:
+        """Where the pages of one shard lie, a group at a time. They stay there while they are pinned."""
+        known = self._places.get(shard)
+        if known is None:
+            known = self._places[shard] = [
+                (leased.group, *self._cache.places(run, shard))
+                for leased, run in zip(self.pages, self._runs, strict=True)
+            ]
+        return known
 
     def let_go(self) -> None:
         """One holder less; the last one unpins."""

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 MAX_HASH_BYTES: Final = 32
 """Longest engine hash."""
-_ALL_GROUPS: Final = guard("all-groups")
 
 
 class Found:
@@ -94,7 +93,7 @@ def _check_groups(asked: list[int], groups: list[int], *, whole: bool) -> None:
         raise invalid(f"hashes name a group twice: {asked}")
     if not asked or not set(asked) <= set(groups):
         raise invalid(f"hashes name groups {asked}; the instance has groups {groups}")
-    if asked != groups and whole and _ALL_GROUPS:
+    if asked != groups and whole and guard("all-groups"):
         raise invalid(f"hashes name groups {asked}; a hit needs every group of the instance: {groups}")
 
 

@@ -36,6 +36,8 @@ MAX_OPERATIONS: Final = 4000
 """Operations of one session, waiting ones included; beyond it a query is refused."""
 MAX_HELD_HASHES: Final = 64 << 20
 """Bytes of hashes that one session's operations may hold."""
+_FEW_PAGES: Final = 16
+"""Of a small answer the places are looked up before they are asked for: a restore of it is short, and begins sooner."""
 
 
 class QueryService:
@@ -344,6 +346,8 @@ class QueryService:
         for number, shard, charge in zip(ready.leases, shards, charges, strict=True):
             charge.move(Phase.READY)
             self.leases.grant(number, operation, shard, pinned, charge)
+            if operation.proving is None and pinned.count <= _FEW_PAGES:
+                pinned.places(shard)
         return self._settle(operation, ready)
 
     def _count(self, instance: Instance, found: Found, proving: Registration | None) -> None:

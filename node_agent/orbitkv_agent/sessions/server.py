@@ -44,6 +44,8 @@ _SHARED_SOCKET: Final = 0o666
 _PAUSE_S: Final = 0.5
 _MISSED_HEARTBEATS: Final = 3
 _CLIENT_NAME_LENGTH: Final = 64
+_SHORTCUT_SINCE: Final = 2
+"""Version of the records."""
 _COMPLAINTS: Final = 30
 """Refused connections that are logged,"""
 _COMPLAINTS_S: Final = 60.0
@@ -380,6 +382,9 @@ class Server(SessionEvents):
             heartbeat = self._config.heartbeat_ms
             self._silent.add(session)
         records = session.open(grant.namespace, hello.client[:_CLIENT_NAME_LENGTH])
+        shared = [records.fd, session.hint_fd, self._pidfd]
+        if versions[1] >= _SHORTCUT_SINCE:
+            shared.append(session.open_shortcut())
         session.administrator = grant.administrator
         session.messages_version = versions[0]
         session.trusted = self._config.cluster is None
@@ -401,7 +406,7 @@ class Server(SessionEvents):
                 heartbeat_ms=heartbeat,
                 namespace_options=json.loads(json.dumps(grant.options)),
             ),
-            (records.fd, session.hint_fd, self._pidfd),
+            shared,
         )
         logger.info("%s opened for cache namespace %r", session, hello.cache_namespace)
 

@@ -26,6 +26,7 @@ from orbitkv_agent.guards import guard
 from orbitkv_agent.loop import Loop
 from orbitkv_agent.sessions.errors import Refused, bad_frame
 from orbitkv_agent.sessions.peers import Peer
+from orbitkv_agent.sessions.shortcut import ShortcutEnd
 
 if TYPE_CHECKING:
     from orbitkv_agent.queries.operations import QueryOperation
@@ -119,6 +120,8 @@ class Session:
         self._reader = framing.FrameReader(framing.MAX_HELLO_BYTES)
         self._backlog: deque[tuple[int, bytes | memoryview]] = deque()
         self._steps: Generator[None] | None = None
+        self._shortcut: ShortcutEnd | None = None
+        self._received = 0  # bytes, by the socket
         self._exited = False
         self._outbox: deque[tuple[memoryview, Sequence[int]]] = deque()
         self._outbox_bytes = 0
@@ -154,16 +157,25 @@ class Session:
         self._reader.max_bytes = framing.MAX_FRAME_BYTES
         return self.records
 
+    def open_shortcut(self) -> int:
+        """Share a shortcut with the client; return its descriptor."""
+        self._shortcut = ShortcutEnd()
+        return self._shortcut.fd
+
     # ---------------------------------------------------------------------------------------------- output
 
     def reply(self, sequence: int, message: Reply, descriptors: Sequence[int] = ()) -> None:
-        """Send the reply to request `sequence`; nothing is sent for 0, nor when the stream has ended.
+        """Send the reply to request `sequence` the way it came; nothing for 0, nor when the stream has ended.
 
         `descriptors` need to live only until this returns.
         """
         if not sequence or self.state is not SessionState.OPEN:
             return
         frame = framing.encode(message, sequence)
+        if self._shortcut is None or not self._shortcut.answer(sequence, frame, descriptors=bool(descriptors)):
+            self._send(frame, descriptors)
+
+    def _send(self, frame: bytes, descriptors: Sequence[int] = ()) -> None:
         sent = 0
         if not self._outbox:
             try:
@@ -235,6 +247,8 @@ class Session:
             self._flush()
         if events & _READABLE and self.state is SessionState.OPEN and not self._backlog and self._steps is None:
             self._read(whole=False)
+            if self._shortcut is not None and self.state is SessionState.OPEN:
+                self._loop.look_also(self)
 
     def _read(self, *, whole: bool) -> bool:
         """Take one piece of input and serve a turn of it, or the whole; return whether there may be more."""
@@ -256,6 +270,7 @@ class Session:
             self.refuse_stream(refusal.kind, str(refusal))
             self.end_stream(refusal.reason)
             return False
+        self._received += size
         self.last_heard = self._loop.now()
         self._backlog.extend(frames)  # of several frames the bodies are their own; one alone is served now
         self._serve(whole=whole)
@@ -271,12 +286,37 @@ class Session:
                     break
                 served += 1
                 sequence, body = backlog.popleft()
-                self._events.frame(self, sequence, body)
+                if not (sequence and self._shortcut is not None and self._served(self._shortcut, sequence)):
+                    self._events.frame(self, sequence, body)
                 if self.state is not SessionState.OPEN:
                     backlog.clear()
         finally:  # whatever became of these
             if backlog and self._steps is None:
-                self._loop.post(self._go_on)
+                self._loop.soon(self._go_on)
+
+    def _served(self, shortcut: ShortcutEnd, sequence: int) -> bool:
+        """Whether a request was taken by the shortcut before it came here. Its client waits here now."""
+        reply = shortcut.sent_again(sequence)
+        if reply:
+            self._send(reply)
+        return reply is not None
+
+    def look(self) -> bool:
+        """Serve a request that came by the shortcut, after all before it; return whether there was one."""
+        shortcut = self._shortcut
+        if shortcut is None or self._backlog or self._steps is not None:
+            return False
+        request = shortcut.take(self._received)
+        if request is None:
+            return False
+        self.last_heard = self._loop.now()
+        self._events.frame(self, *request)
+        return True
+
+    def watched(self, *, watched: bool) -> None:
+        """The loop calls `look` from now on, or does not any more."""
+        if self._shortcut is not None:
+            self._shortcut.watch(watched=watched)
 
     def work_on(self, steps: Generator[None]) -> None:
         """Carry on with a request in several turns, each up to the next `yield`; requests after it wait.
@@ -292,7 +332,7 @@ class Session:
         for _ in steps:
             if self.state is SessionState.OPEN:
                 self._steps = steps
-                self._loop.post(self._go_on)
+                self._loop.soon(self._go_on)
             else:
                 steps.close()
             return
@@ -306,7 +346,7 @@ class Session:
             return
         self._step(steps)
         if self._backlog and self._steps is None:
-            self._loop.post(self._go_on)
+            self._loop.soon(self._go_on)
 
     def _drop_steps(self) -> None:
         steps, self._steps = self._steps, None
@@ -336,6 +376,7 @@ class Session:
             return
         self.state = SessionState.LINGERING
         self._loop.forget(self._socket.fileno())
+        self._loop.look_no_more(self)
         self._socket.close()
         for _, descriptors in self._outbox:
             for fd in descriptors:
@@ -367,4 +408,7 @@ class Session:
             self.peer.close()
         if self.records is not None:
             self.records.destroy()
+            if self._shortcut is not None:
+                self._shortcut.close()
+                self._shortcut = None
             os.close(self.hint_fd)

@@ -267,12 +267,12 @@ class PageCache:
             and not self._index.closed[visible].any()
         )
 
-    def places(self, entries: Entries, shard: int) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint64]]:
+    def places(self, run: Run, shard: int) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint64]]:
         """Arena ids and byte offsets of the committed pages of a shard. Pin the entries first."""
-        places = self._entries.places(shard)[entries]
-        if (places <= 0).any():
+        places = self._entries.places(shard)[rows_of(run)]
+        if np.count_nonzero(places > 0) != len(places):
             raise ValueError(f"Not all of these entries have a committed page of shard {shard}.")
-        return arena_ids_of(places).astype(np.uint32), (units_of(places) * UNIT_BYTES).astype(np.uint64)
+        return arena_ids_of(places).astype(np.uint32), (units_of(places) * UNIT_BYTES).view(np.uint64)
 
     def footprint_bytes(self, entries: Entries) -> int:
         """What entries take in the pool with all their shards, padding included."""

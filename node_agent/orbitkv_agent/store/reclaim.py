@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -12,11 +12,14 @@ from orbitkv_agent.store.access_log import Entries
 from orbitkv_agent.store.arenas import Arena
 from orbitkv_agent.store.extents import UNIT_BYTES
 from orbitkv_agent.store.memory import distinct
-from orbitkv_agent.store.namespaces import EVICTION_ORDER, Namespace
+from orbitkv_agent.store.namespaces import EVICTION_ORDER, Namespace, RetentionClass
 from orbitkv_agent.store.residency import PageRun, Residency
 
 MAX_BATCH = 512  # entries released at a time
 _MAX_BATCHES = 4  # of one reservation
+_AHEAD = 64  # a full namespace has room made for one part in so many of what it keeps, at once and ahead of need,
+_LEAST_AHEAD_UNITS = (16 << 20) // UNIT_BYTES  # unless that is so little: then each page counts
+_NEW_SHARE = 8  # and there one part in so many is left to what is new: it could never be asked for again otherwise
 _SCANNED_ROWS = 1 << 15  # of the entry table, in one step of the search for dropped entries
 _COMPARED_ARENAS = 4
 _SAMPLES = 8  # pieces of an arena that are looked at to compare it with others,
@@ -24,6 +27,9 @@ _SAMPLED_UNITS = 1 << 12  # each of so many units,
 _SAMPLED_ENTRIES = 64  # and at most so many entries
 _EXAMINED_UNITS = 1 << 16  # of an arena that is being emptied, in one step
 _EXAMINED_ENTRIES = 4 * MAX_BATCH
+
+
+_NEW_LAST = (RetentionClass.RECLAIMABLE, RetentionClass.RETAINED, RetentionClass.PROBATIONARY)
 
 
 class Reclaimer:
@@ -94,7 +100,7 @@ class Reclaimer:
         if self._add_arena(namespace):
             return True
         # While an arena is being faulted in, memory is on its way.
-        if self._arenas.is_preparing(namespace.name) or not self._evict(namespace, lacking):
+        if self._arenas.is_preparing(namespace.name) or not self._evict(namespace, max(lacking, _ahead(namespace))):
             return False
         self._want_arena(namespace)
         return True
@@ -174,7 +180,7 @@ class Reclaimer:
         table = self._residency.entries
         target, room = units, MAX_BATCH
         victims: list[Entries] = []
-        for kind in EVICTION_ORDER:
+        for kind in _order(namespace):
             if target <= 0 or room <= 0:
                 break
             taken = namespace.log(kind).oldest(room, self._residency.idle, lambda entries: table.units[entries], target)
@@ -186,6 +192,14 @@ class Reclaimer:
             return False
         self._residency.release(np.concatenate(victims), evicted=True)
         return True
+
+    def _evict_ahead(self, namespace: Namespace) -> bool:
+        """Make room in a full namespace before the next save comes, which would wait for it; whether that was done."""
+        ahead = _ahead(namespace)
+        if not ahead or self._arenas.room_bytes or self._arenas.is_preparing(namespace.name):
+            return False
+        free = (self._arenas.held_bytes(namespace.name) - namespace.used_bytes) // UNIT_BYTES
+        return free < ahead and self._evict(namespace, ahead - free)
 
     # ---- in small steps
 
@@ -205,6 +219,8 @@ class Reclaimer:
                     self._look_ahead(namespace)
                 else:
                     self.prepare(namespace)
+            if self._evict_ahead(namespace):
+                return True
         return bool(self._wanting) and self._pass_arena_on()
 
     def _empty_exposed(self) -> bool:
@@ -334,6 +350,18 @@ def _over_quota(namespace: Namespace, count: int, units: int) -> int:
     if namespace.quota_bytes is None:
         return 0
     return -((namespace.quota_bytes - namespace.used_bytes) // UNIT_BYTES - count * units)
+
+
+def _ahead(namespace: Namespace) -> int:
+    """Units that room is made for at once when a namespace is full: a batch of entries costs little more than one."""
+    units = namespace.used_bytes // UNIT_BYTES // _AHEAD
+    return units if units >= _LEAST_AHEAD_UNITS else 0
+
+
+def _order(namespace: Namespace) -> Sequence[RetentionClass]:
+    """The classes in the order in which their entries go."""
+    new = namespace.log(RetentionClass.PROBATIONARY).live
+    return _NEW_LAST if _ahead(namespace) and new * _NEW_SHARE < namespace.entries else EVICTION_ORDER
 
 
 def _first_owners(owners: npt.NDArray[np.int32]) -> Entries:

@@ -56,6 +56,32 @@ def test_the_mailbox_wakes_the_loop_from_another_thread() -> None:
     loop.post(finish)  # nobody is left to run it, and nothing breaks
 
 
+def test_what_is_to_come_soon_waits_for_all_that_are_ready_and_not_for_more(loop: Loop) -> None:
+    reader, writer = os.pipe()
+    order: list[str] = []
+
+    def work(left: int) -> None:
+        order.append("work")
+        if left:
+            loop.soon(lambda: work(left - 1))
+
+    def read(_events: int) -> None:
+        order.append("read")
+        if os.read(reader, 1) == b"f":
+            loop.soon(lambda: work(2))
+
+    loop.watch(reader, select.EPOLLIN, read)
+    os.write(writer, b"fxx")
+    started = time.monotonic()
+    while len(order) < 6:
+        loop.run_once(20)
+    assert order == ["read", "read", "work", "read", "work", "work"]
+    assert time.monotonic() - started < 10, "it slept while there was something to do"
+    loop.forget(reader)
+    os.close(reader)
+    os.close(writer)
+
+
 def test_a_descriptor_is_watched_until_it_is_forgotten(loop: Loop) -> None:
     reader, writer = os.pipe()
     seen: list[bytes] = []
@@ -88,6 +114,90 @@ def test_looking_for_more_ends_when_nothing_comes_and_keeps_no_timer_waiting() -
     assert time.thread_time() - used < 0.1, "it looked for events while none came, instead of sleeping"
     assert loop.longest_turn_s < 0.1, "looking is nobody's turn"
     loop.close()
+
+
+class Bell:
+    """Something to look at. `rings_at_rest`: it is there in the moment in which the loop says that it looks no more."""
+
+    def __init__(self, *, rings_at_rest: bool = False) -> None:
+        self.rung = False
+        self.served = 0
+        self.told: list[bool] = []
+        self.rings_at_rest = rings_at_rest
+
+    def look(self) -> bool:
+        rung, self.rung = self.rung, False
+        self.served += rung
+        return rung
+
+    def watched(self, *, watched: bool) -> None:
+        self.told.append(watched)
+        self.rung = self.rung or (self.rings_at_rest and not watched)
+
+
+@pytest.fixture
+def busy_loop() -> Iterator[Loop]:
+    """A loop that looks for the next event for 0.1 s before it sleeps."""
+    loop = Loop(busy_poll_s=0.1)
+    for _ in range(3):
+        loop.post(lambda: None)
+        loop.run_once(1)
+    yield loop
+    loop.close()
+
+
+def test_the_loop_looks_elsewhere_too_until_it_sleeps(busy_loop: Loop) -> None:
+    bell = Bell()
+    busy_loop.look_also(bell)
+    bell.rung = True
+    start = time.monotonic()
+    busy_loop.run_once(10)
+    assert bell.served == 1 and time.monotonic() - start < 5
+    assert bell.told == [True]
+    busy_loop.run_once(0.3)
+    assert bell.told == [True, False], "whoever rings must know that nobody listens"
+    busy_loop.look_also(bell)
+    assert bell.told == [True, False], "it would sleep at once"
+    bell.rung = True
+    busy_loop.run_once(0)
+    assert bell.served == 1
+
+
+def test_what_comes_just_before_the_loop_sleeps_is_seen(busy_loop: Loop) -> None:
+    bell = Bell(rings_at_rest=True)
+    busy_loop.look_also(bell)
+    busy_loop.run_once(0.3)
+    assert bell.served == 1
+
+
+def test_what_is_not_to_be_looked_at_any_more_is_not(busy_loop: Loop) -> None:
+    bell = Bell()
+    busy_loop.look_also(bell)
+    busy_loop.look_no_more(bell)
+    busy_loop.look_no_more(bell)
+    bell.rung = True
+    busy_loop.run_once(0.2)
+    assert bell.served == 0 and bell.told == [True, False]
+
+
+def test_time_of_looking_is_not_counted_and_that_of_what_was_found_is(busy_loop: Loop) -> None:
+    bell = Bell()
+    busy_loop.look_also(bell)
+    busy_loop.call_later(0.05, lambda: setattr(bell, "rung", True))
+    busy_loop.run_once(1)  # the timer, after 0.05 s of looking
+    busy_loop.run_once(1)
+    assert bell.served == 1
+    assert busy_loop.longest_turn_s < 0.02
+
+    def work() -> bool:
+        end = time.thread_time() + 0.03
+        while time.thread_time() < end:
+            pass
+        return True
+
+    bell.look = work  # type: ignore[method-assign]
+    busy_loop.run_once(1)
+    assert 0.03 <= busy_loop.longest_turn_s < 0.1
 
 
 def test_a_handler_that_forgets_another_keeps_it_from_running(loop: Loop) -> None:

@@ -23,12 +23,12 @@ from orbitkv_agent.devices.base import Copier, Copy, CopyPart, Word
 from orbitkv_agent.guards import guard
 from orbitkv_agent.loop import Loop
 from orbitkv_agent.observe.counters import Counters
-from orbitkv_agent.queries.leases import Lease, handle_numbers
+from orbitkv_agent.queries.leases import GroupPlaces, Lease, handle_numbers
 from orbitkv_agent.queries.service import QueryService
 from orbitkv_agent.sessions.errors import invalid, stale
 from orbitkv_agent.sessions.instances import Registration
 from orbitkv_agent.sessions.session import Session, SessionState, is_own
-from orbitkv_agent.transfers.plans import Blocks, PlanRefused, check_blocks, group_of, same_groups
+from orbitkv_agent.transfers.plans import Checked, PlanRefused, check_blocks, group_of, same_groups
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class _Waiting:
     registration: Registration
     lease: Lease
     bytes: int
-    blocks: list[Blocks] = field(default_factory=list)
+    blocks: list[Checked] = field(default_factory=list)
     accepted: Restore | None = None
 
 
@@ -111,20 +111,23 @@ class Restores:
             raise refusal.count(self._counters.plans_refused) from None
         if session.records is None:
             return
-        self._queries.consume(lease)
-        registration.copy_started()
         waiting = _Waiting(session, sequence, registration, lease, size, blocks)
+        lane = self._lane(registration)
+        begins = self._in_flight[lane] < self._limit
         if self._copier is not None:
+            # The copy is on its way before the rest is written down: nobody else has a turn meanwhile.
             waiting.accepted = self._accept(waiting)
             if waiting.accepted is None:
                 return
-        lane = self._lane(registration)
-        if self._in_flight[lane] >= self._limit:
+            if begins:
+                self._begin(waiting)
+        self._queries.consume(lease)
+        registration.copy_started()
+        if not begins:
             self._waiting.setdefault(lane, deque()).append(waiting)
-        else:
+        elif self._copier is None:
             self._begin(waiting)
-        if waiting.accepted is not None:
-            # The copy may be on its way already. Nobody else needs to know the places.
+        if waiting.accepted is not None:  # nobody else needs to know the places
             session.reply(sequence, RestorePlan(waiting.accepted.number, waiting.accepted.record, []))
         self._queries.consumed(lease)
 
@@ -166,7 +169,7 @@ class Restores:
 
     # ------------------------------------------------------------------------------------------- internals
 
-    def _check(self, message: StartRestore, registration: Registration) -> tuple[Lease, int, list[Blocks]]:
+    def _check(self, message: StartRestore, registration: Registration) -> tuple[Lease, int, list[Checked]]:
         if message.ready is not None or message.layer_words:
             name = "ready" if message.ready is not None else "layer_words"
             raise PlanRefused(
@@ -191,15 +194,15 @@ class Restores:
             )
         leased = lease.pages.pages
         size = 0
-        ids: list[Blocks] = []
+        ids: list[Checked] = []
         exact = guard("restore-shape")
         if exact:
             same_groups([part.group for part in message.blocks], [part.group for part in leased])
         for part, pages in zip(message.blocks, leased, strict=exact):
             group = group_of(registration, part.group)
-            blocks = check_blocks(part, group, pages.count if exact else len(part.blob) // 4)
-            size += int((blocks >= 0).sum()) * group.page_bytes
-            ids.append(blocks)
+            checked = check_blocks(part, group, pages.count if exact else len(part.blob) // 4)
+            size += checked.used * group.page_bytes
+            ids.append(checked)
         return lease, size, ids
 
     def _lane(self, registration: Registration) -> object:
@@ -210,7 +213,8 @@ class Restores:
         session, registration, lease = waiting.session, waiting.registration, waiting.lease
         record = session.records.open() if session.records is not None else None
         if record is None:  # thousands of operations of this session are open
-            self._drop(waiting)
+            if not lease.live:
+                self._drop(waiting)
             refusal = PlanRefused("busy", "this session has no completion record left; let others end", ErrorKind.BUSY)
             session.refuse(waiting.sequence, refusal.count(self._counters.plans_refused))
             return None
@@ -306,13 +310,14 @@ def _tell(restore: Restore) -> None:
             records.set(restore.record, RecordState.DONE)
 
 
-def _places(lease: Lease) -> list[tuple[int, npt.NDArray[np.uint32], npt.NDArray[np.uint64]]]:
+def _places(lease: Lease) -> list[GroupPlaces]:
     # A proof is kept for one worker by itself, as its only shard.
     return lease.pages.places(0 if lease.operation.proving is not None else lease.shard)
 
 
-def _part(group: int, arenas: npt.NDArray[np.uint32], offsets: npt.NDArray[np.uint64], blocks: Blocks) -> CopyPart:
-    if not blocks.size or int(blocks.min()) >= 0:
+def _part(group: int, arenas: npt.NDArray[np.uint32], offsets: npt.NDArray[np.uint64], checked: Checked) -> CopyPart:
+    blocks = checked.blocks
+    if checked.used == blocks.size:
         return CopyPart(group, blocks, arenas, offsets)
     wanted = blocks >= 0
     return CopyPart(group, blocks[wanted], arenas[wanted], offsets[wanted])

@@ -7,11 +7,13 @@ pages are free (SETTLED); the client then commits, or voids the save.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from orbitkv.protocol.errors import ErrorKind
 from orbitkv.protocol.messages import (
@@ -47,6 +49,11 @@ logger = logging.getLogger(__name__)
 
 MAX_SAVES: Final = 1024
 """Saves of one session that may be in flight, and in one batch."""
+N = TypeVar("N", bound=np.unsignedinteger[Any])
+_TURN_PAGES: Final = 64
+"""Pages that are granted in one turn. Whoever asks for something meanwhile waits for that long."""
+_TURN_PAGES_OF_COPIES: Final = 128
+"""The same where the agent copies: a GPU waits for it, too, so what a client sends at once is granted at once."""
 _DROPPED: Final = {"pool_full": "pool-full"}
 
 
@@ -97,12 +104,26 @@ class _Part:
     def count(self) -> int:
         return len(self.blob) // self.hash_bytes
 
-    @property
-    def blob_to_keep(self) -> bytes:
-        """The wanted ones of the hashes."""
-        if self.wanted is None:
-            return self.blob
-        return np.frombuffer(self.blob, np.uint8).reshape(-1, self.hash_bytes)[self.wanted].tobytes()
+    def pieces(self, pages: int) -> Iterator[bytes]:
+        """The wanted ones of the hashes, so many at a time; at least one piece."""
+        blob = self.blob
+        if self.wanted is not None:
+            blob = np.frombuffer(blob, np.uint8).reshape(-1, self.hash_bytes)[self.wanted].tobytes()
+        size = pages * self.hash_bytes
+        for start in range(0, max(1, len(blob)), size):
+            yield blob[start : start + size]
+
+
+@dataclass(slots=True)
+class _Reserved:
+    """What a part of a request got so far: `positions` are those of the places among the hashes to keep, of which
+    `count` had their turn; the others were `dropped`, by reason."""
+
+    part: _Part
+    reservations: list[Reservation] = field(default_factory=list)
+    positions: list[npt.NDArray[np.uint32]] = field(default_factory=list)
+    dropped: Counter[str] = field(default_factory=Counter)
+    count: int = 0
 
 
 class Saves:
@@ -131,6 +152,7 @@ class Saves:
         self._membership = membership
         self._counters = counters
         self._copier = copier
+        self._turn_pages = _TURN_PAGES if copier is None else _TURN_PAGES_OF_COPIES
         self._numbers = handle_numbers()
         self._saves: dict[int, Save] = {}
         self.inflight_bytes = 0
@@ -144,8 +166,8 @@ class Saves:
         return iter(list(self._saves.values()))
 
     def submit(self, session: Session, message: SubmitSaves) -> Generator[None, None, SavesAccepted]:
-        """Grant places to a batch: to all of it, or nothing. Each save is checked, and granted, in a turn of its own;
-        what has to make room for it goes in another one.
+        """Grant places to a batch: to all of it, or nothing. Each save is checked in a turn of its own, and granted in
+        as many as it needs; what has to make room for it goes in others.
 
         Raises:
             Refused: a field of one of the saves, too many of them, or the agent drains.
@@ -166,11 +188,8 @@ class Saves:
             for request, (registration, parts) in zip(message.saves, checked, strict=True):
                 if saves:
                     yield
-                for part in parts:
-                    if self._make_room(request, registration, part):
-                        yield
-                self._refuse_when_draining(message)
-                save, plan = self._grant(session, request, registration, parts)
+                reserved = yield from self._reserve_all(message, request, registration, parts)
+                save, plan = self._grant(session, request, registration, reserved)
                 saves.append(save)
                 plans.append(plan)
                 faults.hit("save-granted")
@@ -243,8 +262,8 @@ class Saves:
                 count = check_hashes(hashes)
             except Refused as error:
                 raise PlanRefused("count", str(error)) from None
-            blocks = check_blocks(ids, group, count)
-            wanted = None if not count or int(blocks.min()) >= 0 else np.flatnonzero(blocks >= 0).astype(np.int32)
+            blocks, used = check_blocks(ids, group, count)
+            wanted = None if used == count else np.flatnonzero(blocks >= 0).astype(np.int32)
             parts.append(_Part(group, hashes.blob, hashes.hash_bytes, wanted, blocks))
         return registration, parts
 
@@ -253,18 +272,62 @@ class Saves:
             self._counters.save_dropped["draining"] += sum(_pages(request) for request in message.saves)
             raise Refused(ErrorKind.UNAVAILABLE, "the agent is shutting down and keeps nothing more")
 
-    def _make_room(self, request: SaveRequest, registration: Registration, part: _Part) -> bool:
+    def _make_room(self, request: SaveRequest, registration: Registration, part: _Part, piece: bytes) -> bool:
         space, _ = self._space(registration, part.hash_bytes, request.proof)
         shard = 0 if request.proof else registration.shard
-        return space is not None and self._cache.make_room(
-            space, part.group.group, part.blob_to_keep, shard, part.group.page_bytes
-        )
+        return space is not None and self._cache.make_room(space, part.group.group, piece, shard, part.group.page_bytes)
+
+    def _reserve_all(
+        self, message: SubmitSaves, request: SaveRequest, registration: Registration, parts: list[_Part]
+    ) -> Generator[None, None, list[_Reserved]]:
+        """Get places for one save of a batch, a piece of it in each turn."""
+        reserved: list[_Reserved] = []
+        try:
+            for part in parts:
+                for number, piece in enumerate(part.pieces(self._turn_pages)):
+                    if reserved:
+                        yield
+                    if not number:
+                        reserved.append(_Reserved(part))
+                    if self._make_room(request, registration, part, piece):
+                        yield
+                    self._refuse_when_draining(message)
+                    if registration.retired:
+                        raise PlanRefused(
+                            "stale",
+                            f"unknown-registration: {registration.number} was retired meanwhile; register again",
+                            ErrorKind.STALE,
+                        ).count(self._counters.plans_refused)
+                    self._reserve(request, registration, reserved[-1], piece)
+        except BaseException:
+            self._abort(reserved)
+            raise
+        return reserved
+
+    def _abort(self, parts: list[_Reserved]) -> None:
+        for part in parts:
+            for reservation in part.reservations:
+                self._cache.abort(reservation)
+
+    def _reserve(self, request: SaveRequest, registration: Registration, reserved: _Reserved, piece: bytes) -> None:
+        """Get places for a piece of a part."""
+        part, count = reserved.part, len(piece) // reserved.part.hash_bytes
+        space, reason = self._space(registration, part.hash_bytes, request.proof)
+        if space is None:
+            reserved.dropped[reason] += count
+        else:
+            shard = 0 if request.proof else registration.shard
+            places = self._cache.reserve(space, part.group.group, piece, shard, part.group.page_bytes)
+            reserved.reservations.append(places)
+            reserved.positions.append(places.positions + np.uint32(reserved.count))
+        reserved.count += count
 
     def _grant(
-        self, session: Session, request: SaveRequest, registration: Registration, parts: list[_Part]
+        self, session: Session, request: SaveRequest, registration: Registration, parts: list[_Reserved]
     ) -> tuple[Save, SavePlan]:
         record = session.records.open() if session.records is not None else None
         if record is None:
+            self._abort(parts)
             raise PlanRefused(
                 "busy", "this session has no completion record left; let others end", ErrorKind.BUSY
             ).count(self._counters.plans_refused)
@@ -277,40 +340,35 @@ class Saves:
         instance.saves += 1
         registration.copy_started()
         plan = SavePlan(save.number, record, [], [], 0, {})
-        try:
-            for part in parts:
-                self._reserve(save, plan, part)
-        except BaseException:
-            self._end(save, copied=False)
-            raise
+        for each in parts:
+            self._add(save, plan, each)
         self._counters.save_dropped.update(plan.dropped)
         return save, plan
 
-    def _reserve(self, save: Save, plan: SavePlan, part: _Part) -> None:
-        space, reason = self._space(save.registration, part.hash_bytes, save.proof)
-        if space is None:
-            plan.dropped[reason] = plan.dropped.get(reason, 0) + part.count
-            plan.positions.append(b"")
-            plan.pages.append(PagePlaces(part.group.group, b"", b""))
-            return
-        shard = 0 if save.proof else save.registration.shard
-        reserved = self._cache.reserve(space, part.group.group, part.blob_to_keep, shard, part.group.page_bytes)
-        save.reservations.append(reserved)
-        save.bytes += len(reserved) * part.group.page_bytes
-        save.held_bytes += reserved.padded_bytes
-        self.inflight_bytes += reserved.padded_bytes
-        positions = reserved.positions if part.wanted is None else part.wanted[reserved.positions]
+    def _add(self, save: Save, plan: SavePlan, reserved: _Reserved) -> None:
+        """Add a part with its places to a save and its plan."""
+        part, kept = reserved.part, reserved.reservations
+        save.reservations += kept
+        size = sum(each.padded_bytes for each in kept)
+        save.bytes += sum(map(len, kept)) * part.group.page_bytes
+        save.held_bytes += size
+        self.inflight_bytes += size
+        positions = _joined(reserved.positions, np.uint32)
+        if part.wanted is not None:
+            positions = part.wanted[positions].astype(np.uint32)
         plan.positions.append(positions.astype("<u4", copy=False).tobytes())
+        arenas = _joined([each.arena_ids for each in kept], np.uint32)
+        offsets = _joined([each.offsets for each in kept], np.uint64)
+        places = b"", b""
         if self._copier is None:
-            arenas = reserved.arena_ids.astype("<u4", copy=False).tobytes()
-            offsets = reserved.offsets.astype("<u8", copy=False).tobytes()
-            plan.pages.append(PagePlaces(part.group.group, arenas, offsets))
-        else:  # nobody else needs to know the places
-            plan.pages.append(PagePlaces(part.group.group, b"", b""))
-            save.parts.append(CopyPart(part.group.group, part.blocks[positions], reserved.arena_ids, reserved.offsets))
-        plan.present += reserved.present + reserved.in_flight
-        for name, count in reserved.dropped.items():
-            word = _DROPPED.get(name, name)
+            places = arenas.astype("<u4", copy=False).tobytes(), offsets.astype("<u8", copy=False).tobytes()
+        elif kept:  # nobody else needs to know the places
+            save.parts.append(CopyPart(part.group.group, part.blocks[positions], arenas, offsets))
+        plan.pages.append(PagePlaces(part.group.group, *places))
+        for each in kept:
+            plan.present += each.present + each.in_flight
+            reserved.dropped.update({_DROPPED.get(name, name): count for name, count in each.dropped.items()})
+        for word, count in reserved.dropped.items():
             plan.dropped[word] = plan.dropped.get(word, 0) + count
 
     def _space(self, registration: Registration, hash_bytes: int, proof: bool) -> tuple[KeySpace | None, str]:
@@ -369,6 +427,10 @@ class Saves:
             self._counters.save_bytes += save.bytes
             self._counters.save_duration.observe(self._loop.now() - save.started)
         save.registration.copy_ended()
+
+
+def _joined(pieces: list[npt.NDArray[N]], kind: type[N]) -> npt.NDArray[N]:
+    return pieces[0] if len(pieces) == 1 else np.concatenate([np.empty(0, kind), *pieces])
 
 
 def _pages(request: SaveRequest) -> int:

@@ -1,7 +1,7 @@
 """From a decision to a JSON patch. A pod that has it all already gets an empty one.
 
-Whole fields are replaced (`env`, `volumes`, ...), built from what is there: the order of what the pod has stays, and a
-field in which nothing changes is not in the patch.
+The spec is replaced as a whole, built from what is there: the order of what the pod has stays. (The apiserver takes a
+third less time for it than for a path into a container, for which it takes the pod apart level by level.)
 """
 
 from __future__ import annotations
@@ -40,28 +40,21 @@ _ACCOUNT_VOLUME: Final = "kube-api-access-"
 
 def make_patch(pod: Object, decision: Decision, rules: Rules) -> Patch:
     """Return what has to change about a pod."""
-    spec: Object = pod["spec"]
-    changes = _Changes()
-    changes.field("/metadata", pod.get("metadata") or {}, _metadata(pod.get("metadata") or {}, decision, rules))
+    metadata: Object = pod.get("metadata") or {}
+    changes = _changes(metadata, _metadata(metadata, decision, rules))
+    # "add" to an object also replaces; a removed last entry leaves an empty field, which means the same
+    operations: Patch = [{"op": "add", "path": f"/metadata/{name}", "value": value} for name, value in changes.items()]
     if isinstance(decision, Inject):
-        index = decision.target.index
-        container: Object = spec["containers"][index]
-        changes.field("/spec", spec, _spec(spec, container, decision, rules))
-        changes.field(f"/spec/containers/{index}", container, _container(container, decision))
-    return changes.operations
+        spec: Object = pod["spec"]
+        changed = _injected(spec, decision, rules)
+        if changed != spec:
+            operations.append({"op": "add", "path": "/spec", "value": changed})
+    return operations
 
 
-class _Changes:
-    def __init__(self) -> None:
-        self.operations: Patch = []
-
-    def field(self, path: str, before: Object, after: Object) -> None:
-        """Note each field of `after` that differs. Nothing is the same as empty."""
-        for name, value in after.items():
-            if (before.get(name) or None) == (value or None):
-                continue
-            # "add" to an object also replaces; a removed last entry leaves an empty field, which means the same
-            self.operations.append({"op": "add", "path": f"{path}/{name}", "value": value})
+def _changes(before: Object, after: Object) -> dict[str, Any]:
+    """Return the fields of `after` that differ. Nothing is the same as empty."""
+    return {name: value for name, value in after.items() if (before.get(name) or None) != (value or None)}
 
 
 # ------------------------------------------------------------------------------------------------------------- metadata
@@ -87,6 +80,15 @@ def _metadata(metadata: Object, decision: Decision, rules: Rules) -> Object:
 
 
 # ------------------------------------------------------------------------------------------------------------------ pod
+
+
+def _injected(spec: Object, decision: Inject, rules: Rules) -> Object:
+    """Return the spec with all that injection adds."""
+    index = decision.target.index
+    containers: list[Object] = list(spec["containers"])
+    containers[index] = {**containers[index], **_changes(containers[index], _container(containers[index], decision))}
+    added = _spec(spec, spec["containers"][index], decision, rules)
+    return {**spec, **_changes(spec, added), "containers": containers}
 
 
 def _spec(spec: Object, container: Object, decision: Inject, rules: Rules) -> Object:

@@ -241,7 +241,7 @@ def _container(pool: ManagerPool, context: Context) -> Manifest:
         "env": [*own, *given],
         "resources": resources(pool) | ({"claims": [{"name": dra.CLAIM}]} if route.claims else {}),
         "ports": [{"name": "metrics", "containerPort": spec.metrics.port, "protocol": "TCP"}],
-        "startupProbe": _probe("/health", 2, 60 + prefault // 2),
+        "startupProbe": _probe("/health", 1, 120 + prefault),
         "livenessProbe": _probe("/health", 10, 6),
         "readinessProbe": _probe("/ready", 5, 2),
         "securityContext": {"privileged": True, "readOnlyRootFilesystem": True}

@@ -127,10 +127,10 @@ def _deployment(about: str, found: Manifest) -> Finding:
     where = f"Deployment {metadata['name']} in namespace {metadata['namespace']}"
     fix = f"`kubectl -n {metadata['namespace']} describe pods -l app.kubernetes.io/component={about.lower()}` says why."
     if not ready:
-        return problem(about, f"{where} has no ready pod of {wanted}.", fix)
+        return problem(about, f"{where}: 0 of {wanted} pods ready.", fix)
     if ready < wanted:
-        return warning(about, f"{where} has {ready} ready pods of {wanted}.", fix)
-    return ok(about, f"{where} has {ready} ready pods of {wanted}.")
+        return warning(about, f"{where}: {ready} of {wanted} pods ready.", fix)
+    return ok(about, f"{where}: {ready} of {wanted} pods ready.")
 
 
 def release_namespace(cluster: Cluster) -> Iterator[Finding]:

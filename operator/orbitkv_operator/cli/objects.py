@@ -11,6 +11,7 @@ from orbitkv_crds import names
 from orbitkv_crds.managerpool import ManagerPool
 from orbitkv_crds.model import describe_errors
 from orbitkv_crds.stamps import is_stamped, read_injected, read_skip
+from orbitkv_operator.builders.agents import placement_for
 from orbitkv_operator.cli.cluster import Cluster, condition, full_name, pool_of
 from orbitkv_operator.cli.findings import Finding, info, ok, problem, sentence, warning
 from orbitkv_operator.cluster.api import (
@@ -27,6 +28,7 @@ from orbitkv_operator.cluster.api import (
 from orbitkv_operator.dra import Dra, Obstacle, look
 from orbitkv_operator.engines.probe import probe_pod
 from orbitkv_operator.gpu import AWAY, find_route, runtime_class_name
+from orbitkv_operator.placement import matching
 
 MOST: Final = 50
 """Objects of one kind that are named; of more there is a count."""
@@ -86,15 +88,15 @@ def gpus(cluster: Cluster) -> Iterator[Finding]:
         return
     nodes = cluster.all(NODES)
     labelled = [node for node in nodes if (node["metadata"].get("labels") or {}).get(GPU_LABEL) == "true"]
-    if not labelled:
+    if labelled:
+        yield ok("GPUs", f"{len(labelled)} of {len(nodes)} nodes are labelled {GPU_LABEL}: true.")
+    elif not all(pool["spec"].get("nodeSelector") for pool in wanting):
         yield problem(
             "GPUs",
             f"No node has the label {GPU_LABEL}: true, by which pools find nodes with GPUs.",
             "Install NVIDIA's GPU operator or its feature discovery, or give the pools a nodeSelector of your own.",
         )
-    else:
-        yield ok("GPUs", f"{len(labelled)} of {len(nodes)} nodes are labelled {GPU_LABEL}: true.")
-    for node in labelled:
+    for node in nodes:
         labels = node["metadata"].get("labels") or {}
         for label, values in AWAY:
             if labels.get(label) in values:
@@ -107,7 +109,9 @@ def gpus(cluster: Cluster) -> Iterator[Finding]:
             yield problem(about, f"It cannot be read: {describe_errors(error)}", "Correct it, or upgrade the chart.")
             continue
         runtime_class = cluster.get(RUNTIME_CLASSES, None, runtime_class_name(pool))
-        found = find_route(pool, runtime_class, labelled, _dra(cluster, pool), cluster.system())
+        meant = set(matching(nodes, placement_for(pool)))
+        own = [node for node in nodes if node["metadata"]["name"] in meant]
+        found = find_route(pool, runtime_class, own, _dra(cluster, pool), cluster.system())
         if isinstance(found, Obstacle):
             yield problem(
                 about, f"{found.reason}: {found.message}", "See the page on Kubernetes, the ways to the GPUs."

@@ -25,8 +25,10 @@ RECENT_SECONDS: Final = 600.0
 AGAIN_SECONDS: Final = 3600.0
 """Events are forgotten by the cluster after an hour: what still holds is then said again."""
 WARNINGS_A_SECOND: Final = 20.0
-NEWS_A_SECOND: Final = 5.0
+NEWS_A_SECOND: Final = 1.0
 """Of pods that got what they asked for: the stamp on them says the same, and an event is one more write to the API."""
+NEWS_AT_ONCE: Final = 50
+"""As many, after a time without any, come without waiting: what is installed or rolled out in a day's work."""
 
 
 @dataclass
@@ -44,14 +46,20 @@ class _Known:
 
 @dataclass
 class Turns:
-    """Gives turns, so that the start of thousands of pods is no flood of events. The lock guards what is below it."""
+    """Gives turns, so that the start of thousands of pods is no flood of events. The lock guards what is below it.
+
+    Attributes:
+        rate: turns a second, in the long run.
+        at_once: so many are taken together after a time in which there were none.
+    """
 
     rate: float
+    at_once: int = 1
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _turns: dict[str, float] = field(default_factory=dict)
     """Of those that wait, the latest last."""
-    _free: float = 0.0
-    """When there may be a turn again after the last one that was taken."""
+    _paid: float = 0.0
+    """When those that were taken would have ended, one after the other at the rate."""
 
     def wait(self, who: str, now: float, longest: float = math.inf) -> float | None:
         """Return in how many seconds it is somebody's turn; 0: now, and the turn is taken; None: not within
@@ -60,7 +68,8 @@ class Turns:
             turn = self._turns.get(who)
             if turn is None:
                 latest = next(reversed(self._turns.values()), None)
-                turn = max(now, self._free, 0.0 if latest is None else latest + 1 / self.rate)
+                free = self._paid - (self.at_once - 1) / self.rate
+                turn = max(now, free, 0.0 if latest is None else latest + 1 / self.rate)
             if turn > now + longest:
                 self._turns.pop(who, None)
                 return None
@@ -68,7 +77,7 @@ class Turns:
                 self._turns[who] = turn
                 return turn - now
             self._turns.pop(who, None)
-            self._free = max(self._free, turn + 1 / self.rate)
+            self._paid = max(self._paid, turn) + 1 / self.rate
             return 0.0
 
     def forget(self, who: str) -> None:
@@ -90,7 +99,7 @@ class PodReconciler:
     patience: float = 300.0
     """Seconds that a pod may be ready without being attached before it counts as running without the cache."""
     clock: Callable[[], float] = time.time
-    _news: Turns = field(default_factory=lambda: Turns(NEWS_A_SECOND))
+    _news: Turns = field(default_factory=lambda: Turns(NEWS_A_SECOND, NEWS_AT_ONCE))
     _warnings: Turns = field(default_factory=lambda: Turns(WARNINGS_A_SECOND))
     _known: dict[Name, _Known] = field(default_factory=dict)
 

@@ -317,7 +317,7 @@ class PoolReconciler:
         seen = facts.gpus is not None and facts.gpus[0] is True and facts.settled
         if not seen or facts.unhealthy or facts.blocked is not None or len(facts.rollout.serving) < len(facts.wanted):
             return INTERVAL  # what is wrong may be something else after a while
-        if gpu.asks_for_runtime_class(pool) or gpu.involves_dra(pool):
+        if gpu.involves_dra(pool):
             return gpu.LOOK_AGAIN_SECONDS
         return max(FIGURES_AGAIN, self.status.figures_due(POOLS, "", pool.name))
 

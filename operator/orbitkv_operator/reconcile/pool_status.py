@@ -52,7 +52,7 @@ class PoolFacts:
     dram: Sums | None
     """None: not known at present."""
     route: str | None
-    """The way to the GPUs; None: there is none."""
+    """The way to the GPUs; None: there is none, and agents that run stay on the one that they have."""
     gpus: Verdict | None
     """What agents see of GPUs; None: there is no way to them."""
     settled: bool
@@ -85,7 +85,7 @@ def pool_status(pool: ManagerPool, facts: PoolFacts, now: datetime | None = None
         )
     return ManagerPoolStatus(
         observed_generation=pool.metadata.generation,
-        gpu_route=facts.route,
+        gpu_route=facts.route or pool.status.gpu_route,
         cache_namespaces=facts.cache_namespaces,
         nodes=NodeCounts(
             desired=len(facts.wanted),

@@ -21,6 +21,9 @@ from orbitkv_operator.reviews import Reviews
 logger = logging.getLogger(__name__)
 
 THREADS: Final = 8
+WAITING: Final = 64
+"""Reports that are worked on or wait for it; whoever comes beyond that is told at once to come again. Each takes a few
+milliseconds, a first one with its token's review some tens, and who sent it waits for five seconds."""
 LARGEST_REPORT: Final = 4 << 20
 
 
@@ -70,7 +73,7 @@ class ReportServer:
         server = grpc.server(
             ThreadPoolExecutor(THREADS, thread_name_prefix="reports"),
             options=[("grpc.max_receive_message_length", LARGEST_REPORT), ("grpc.so_reuseport", 0)],
-            maximum_concurrent_rpcs=1000,
+            maximum_concurrent_rpcs=WAITING,  # the answer beyond it is RESOURCE_EXHAUSTED
         )
         add_ReportsServicer_to_server(self._service, server)
         # that None means "as before" is what grpc documents, and its types do not know
@@ -112,6 +115,8 @@ class _Service(ReportsServicer):
 
     def Push(self, request: Report, context: grpc.ServicerContext) -> Ack:
         """Take a report if the caller is the agent that it is about."""
+        if not context.is_active():
+            return Ack()  # whoever sent it waits no longer, and comes again
         sent: dict[str, Any] = dict(context.invocation_metadata())
         scheme, _, token = str(sent.get("authorization", "")).partition(" ")
         if scheme.lower() != "bearer":

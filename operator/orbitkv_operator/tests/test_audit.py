@@ -8,7 +8,17 @@ import pytest
 
 from orbitkv_crds import names
 from orbitkv_operator.audit import Auditor, Watch
-from orbitkv_operator.cluster.api import CACHES, CONFIG_MAPS, ENGINE_PODS, NAMESPACES, NODES, PODS, POOLS, Manifest
+from orbitkv_operator.cluster.api import (
+    CACHES,
+    CONFIG_MAPS,
+    ENGINE_PODS,
+    NAMESPACES,
+    NODES,
+    PODS,
+    POOLS,
+    RUNTIME_CLASSES,
+    Manifest,
+)
 from orbitkv_operator.engines.pods import EnginePods
 from orbitkv_operator.names import ENGINE_FIELDS, ENGINE_SELECTOR
 from orbitkv_operator.queue import Key, KeyedQueue
@@ -184,6 +194,18 @@ def test_childs_difference_queues_its_pool() -> None:
     assert world.queued() == {"ManagerPool main"}
 
 
+def test_runtime_class_that_went_unnoticed_queues_all_pools() -> None:
+    world = World(Watch(RUNTIME_CLASSES))
+    world.view.put(POOLS, pool_body())
+    world.show(world.api.add(RUNTIME_CLASSES, {"metadata": {"name": "nvidia"}, "handler": "nvidia"}))
+    world.queued()
+    world.audit()
+    assert world.queued() == set()
+    del world.api.objects[RUNTIME_CLASSES, "", "nvidia"]
+    world.audit()
+    assert world.queued() == {"ManagerPool main"}
+
+
 def test_engines_pod_that_has_not_begun_is_not_owed_by_its_watch() -> None:
     world = World(Watch(ENGINE_PODS, None, ENGINE_SELECTOR, ENGINE_FIELDS))
     metadata = {"name": "engine", "namespace": "team", "labels": {names.LABEL_CACHE: "true"}}
@@ -242,6 +264,12 @@ def test_new_label_of_a_node_concerns_all_pools_and_its_heartbeat_nobody(world: 
     world.router.changed(NODES, beat, False)
     assert world.queued() == set()
     world.router.changed(NODES, node("a", {"zone": "a"}), False)
+    assert world.queued() == ALL_POOLS
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_runtime_class_that_comes_or_goes_concerns_all_pools(world: World, gone: bool) -> None:
+    world.router.changed(RUNTIME_CLASSES, {"metadata": {"name": "nvidia"}, "handler": "nvidia"}, gone)
     assert world.queued() == ALL_POOLS
 
 

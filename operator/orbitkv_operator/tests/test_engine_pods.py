@@ -163,7 +163,7 @@ def test_thousands_that_start_at_once_keep_no_warning_waiting(world: World) -> N
         world.look(f"engine-{number}")
     world.show(pod_body("left-out", skipped()))
     world.look("left-out")
-    assert world.reasons() == ["CacheInjected", "CacheSkipped"]
+    assert world.reasons() == [*["CacheInjected"] * 50, "CacheSkipped"]
     # those that would be told after ten minutes are not: the stamp on them says the same
     world.now += 500
     world.show(pod_body("new", creationTimestamp=at(world.now)))
@@ -371,6 +371,16 @@ def test_thousands_of_pods_are_told_in_turns() -> None:
     assert first[0] == 0 and first[-1] == pytest.approx(2.9)
     assert turns.wait("pod-29", now + 1) == pytest.approx(1.9)
     assert turns.wait("pod-29", now + 3) == 0
+
+
+def test_a_days_work_is_told_at_once_and_what_is_more_in_turns() -> None:
+    turns, now = Turns(rate=10, at_once=5), 100.0
+    assert [turns.wait(f"pod-{number}", now) for number in range(5)] == [0] * 5
+    assert [turns.wait(f"late-{number}", now) for number in range(2)] == pytest.approx([0.1, 0.2])
+    assert [turns.wait(f"late-{number}", now + 0.2) for number in range(2)] == [0, 0]
+    assert turns.wait("later", now + 0.2) == pytest.approx(0.1)
+    turns.forget("later")
+    assert [turns.wait(f"next-{number}", now + 0.5) for number in range(4)] == pytest.approx([0, 0, 0, 0.1])
 
 
 def test_who_would_wait_too_long_keeps_nobody_waiting() -> None:

@@ -246,6 +246,23 @@ def test_without_its_runtime_class_a_pool_starts_no_agent_and_says_so(world: Wor
     assert len(world.pods()) == 2
 
 
+def test_runtime_class_that_goes_from_a_ready_pool_is_named_and_its_agents_stay(world: World) -> None:
+    world.pool(gpu={"access": "auto"})
+    world.settle()
+    see(world, a=2, b=2)
+    world.step()
+    before, daemon_set = world.pods(), world.child(DAEMON_SETS)
+    del world.api.objects[RUNTIME_CLASSES, "", "nvidia"]
+    world.settle()
+    assert world.condition("GPUAccess") == world.condition("Ready") == ("False", "RuntimeClassNotFound")
+    assert world.condition("Available") == ("True", "AgentsReady") and world.condition("Progressing")[1] == "Blocked"
+    assert world.pods() == before and world.child(DAEMON_SETS) == daemon_set
+    world.api.add(RUNTIME_CLASSES, NVIDIA)
+    see(world, a=2, b=2)
+    world.step()
+    assert world.condition("Ready") == ("True", "Ready") and world.pods() == before
+
+
 def test_agents_that_end_as_they_see_no_gpu_are_named(world: World) -> None:
     world.pool(gpu={"access": "defaultRuntime"})
     world.settle()
@@ -406,6 +423,17 @@ def test_template_goes_when_another_way_is_taken(with_claims: World) -> None:
     assert not world.api.list_all(CLAIM_TEMPLATES)
     assert "resourceClaims" not in world.child(DAEMON_SETS)["spec"]["template"]["spec"]
     assert "claims" not in container(world)["resources"]
+
+
+def test_template_goes_too_when_another_way_is_taken_because_something_is_missing(with_claims: World) -> None:
+    world = with_claims
+    world.pool(gpu={"access": "dra"})
+    world.settle()
+    allow_admin(world, False)
+    world.settle()
+    world.pool(gpu={"access": "runtimeClass"})
+    world.settle()
+    assert not world.api.list_all(CLAIM_TEMPLATES) and world.status()["gpuRoute"] == "runtimeClass"
 
 
 def test_agents_stay_when_something_that_claims_need_goes(with_claims: World) -> None:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
+from types import SimpleNamespace
 
-from orbitkv_operator.queue import FIRST_BACKOFF, LONGEST_BACKOFF, Key, KeyedQueue
+import pytest
+
+from orbitkv_operator import queue as queues
+from orbitkv_operator.queue import FIRST_BACKOFF, LONG_SECONDS, LONGEST_BACKOFF, Key, KeyedQueue
 
 A, B = Key("Kind", "a"), Key("Kind", "b")
 
@@ -49,6 +53,44 @@ def test_who_waits_is_told_of_a_key_that_came_due_while_another_handled_it() -> 
     queue.done(A)
     waiting.join(10)
     assert taken == [A]
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The queue's time, which stands still until a test sets it. (What is not due then is waited for without end.)"""
+    made = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(queues, "time", SimpleNamespace(monotonic=lambda: made.now))
+    return made
+
+
+def test_key_that_took_long_rests_for_as_long_while_others_are_handled(clock: SimpleNamespace) -> None:
+    queue = KeyedQueue()
+    queue.add(A)
+    assert queue.take() == A
+    clock.now += 2
+    queue.add(A)  # something new of it, meanwhile
+    queue.done(A)
+    queue.add(A)
+    queue.add(B, 1.9)
+    clock.now += 1.9
+    assert queue.take() == B
+    queue.done(B)
+    clock.now += 0.1
+    assert queue.take() == A
+    clock.now += LONG_SECONDS / 2
+    queue.done(A)  # it was quick this time
+    queue.add(A)
+    assert queue.take() == A
+
+
+def test_what_is_gone_rests_no_more(clock: SimpleNamespace) -> None:
+    queue = KeyedQueue()
+    queue.add(A)
+    assert queue.take() == A
+    clock.now += 2
+    queue.done(A, last=True)
+    queue.add(A)
+    assert queue.take() == A
 
 
 def test_adding_brings_forward_and_never_back() -> None:

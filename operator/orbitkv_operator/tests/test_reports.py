@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import json
+import statistics
+import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -25,13 +30,16 @@ from orbitkv_crds.agent_api.reports_pb2 import (
 )
 from orbitkv_crds.agent_api.reports_pb2 import CacheNamespace as CacheReport
 from orbitkv_crds.agent_api.reports_pb2_grpc import ReportsStub
+from orbitkv_operator import main
 from orbitkv_operator.certificates import Serving, read, renewed
 from orbitkv_operator.cluster.api import CACHES, TOKEN_REVIEWS, ApiError, Manifest, Resource
 from orbitkv_operator.operator import Operator
+from orbitkv_operator.reports import server as reports
 from orbitkv_operator.reports.server import ReportServer
 from orbitkv_operator.reports.store import A_SECOND, FRESH, INTERVAL, LONGEST_INTERVAL, ReportStore
 from orbitkv_operator.reviews import Reviews
 from orbitkv_operator.tests.fakes import RELEASE, SETTINGS, FakeApi, cache_body
+from orbitkv_operator.work import THREADS
 
 SERVER = names.reports_server_name(RELEASE)
 
@@ -49,6 +57,9 @@ class Tokens(FakeApi):
         self.users: dict[str, tuple[str, str]] = {}
         self.reviewed: list[str] = []
         self.down = False
+        self.open = threading.Event()
+        """Reviews are answered while it is set."""
+        self.open.set()
 
     def create(
         self, resource: Resource, namespace: str | None, manifest: Manifest, *, dry_run: bool = False
@@ -58,6 +69,7 @@ class Tokens(FakeApi):
             raise ApiError(0, "away")
         spec: Any = manifest["spec"]
         self.reviewed.append(spec["token"])
+        assert self.open.wait(20)
         name, node = self.users.get(spec["token"], ("", ""))
         if not name:
             return {"status": {"authenticated": False}}
@@ -83,14 +95,26 @@ class Served:
     serving: Serving
     seen: list[Report] = field(default_factory=list)
 
-    def push(self, bearer: str, bundle: bytes | None = None, **report: Any) -> int:
-        """Send a report in a connection of its own; return how many seconds to wait for the next."""
+    @contextmanager
+    def connected(self, bundle: bytes | None = None, timeout: float = 10) -> Iterator[Callable[..., int]]:
+        """A connection, and what sends a report over it and returns how many seconds to wait for the next."""
         credentials = grpc.ssl_channel_credentials(bundle or self.serving.bundle)
         options = [("grpc.ssl_target_name_override", SERVER)]
         with grpc.secure_channel(f"127.0.0.1:{self.server.port}", credentials, options) as channel:
-            body = Report(**{"pool": "main", "node": "node-a", "boot_id": "1", "sequence": time.time_ns(), **report})
-            answer = ReportsStub(channel).Push(body, timeout=10, metadata=(("authorization", f"Bearer {bearer}"),))
-            return int(answer.interval_seconds)
+
+            def push(bearer: str, **report: Any) -> int:
+                body = Report(
+                    **{"pool": "main", "node": "node-a", "boot_id": "1", "sequence": time.time_ns(), **report}
+                )
+                metadata = (("authorization", f"Bearer {bearer}"),)
+                return int(ReportsStub(channel).Push(body, timeout=timeout, metadata=metadata).interval_seconds)
+
+            yield push
+
+    def push(self, bearer: str, bundle: bytes | None = None, timeout: float = 10, **report: Any) -> int:
+        """Send a report in a connection of its own; return how many seconds to wait for the next."""
+        with self.connected(bundle, timeout) as push:
+            return push(bearer, **report)
 
     def refusal(self, bearer: str, **report: Any) -> tuple[grpc.StatusCode, str]:
         with pytest.raises(grpc.RpcError) as caught:
@@ -176,6 +200,64 @@ def test_known_token_serves_on_while_the_apiserver_is_away(served: Served) -> No
     served.push(mine)
     served.tokens.down = True
     assert served.push(mine) == 15
+
+
+@pytest.fixture
+def few_places(monkeypatch: pytest.MonkeyPatch) -> int:
+    """How many may wait beside those whose tokens are reviewed."""
+    monkeypatch.setattr(reports, "WAITING", reports.THREADS + 3)
+    return 3
+
+
+def test_crowd_is_told_to_come_again_and_who_gave_up_costs_nothing(few_places: int, served: Served) -> None:
+    first, late = [token(str(number)) for number in range(reports.THREADS)], token("late")
+    served.tokens.users |= {each: (agents(), each) for each in (*first, late)}
+    served.tokens.open.clear()
+    with ThreadPoolExecutor(reports.THREADS) as threads:
+        running = [threads.submit(served.push, each, node=each) for each in first]
+        deadline = time.monotonic() + 20
+        while len(served.tokens.reviewed) < reports.THREADS:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        codes = [served.refusal(late, timeout=0.3, node=late)[0] for _ in range(few_places + 1)]
+        served.tokens.open.set()
+        assert {each.result(20) for each in running} == {15}
+    assert codes == [grpc.StatusCode.DEADLINE_EXCEEDED] * few_places + [grpc.StatusCode.RESOURCE_EXHAUSTED]
+    assert served.push(late, node=late) == 15
+    assert served.tokens.reviewed.count(late) == 1
+
+
+def test_reports_are_taken_while_looks_keep_all_threads_busy(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the operator sets itself up, against what Python does by itself."""
+    monkeypatch.setattr(main, "run_program", lambda *_: 0)
+    usual, over = sys.getswitchinterval(), threading.Event()
+    mine = token("a")
+    served.tokens.users[mine] = agents(), "node-a"
+    served.push(mine)
+
+    def look() -> None:
+        while not over.is_set():
+            sorted(str(number) for number in range(1000))
+
+    looks = [threading.Thread(target=look) for _ in range(THREADS)]
+    for each in looks:
+        each.start()
+    try:
+        taken = []
+        with served.connected() as push:
+            for set_up in (lambda: sys.setswitchinterval(usual), main.main):
+                set_up()
+                times = [time.monotonic()]
+                for _ in range(15):
+                    push(mine)
+                    times.append(time.monotonic())
+                taken.append(statistics.median(later - sooner for sooner, later in itertools.pairwise(times)))
+    finally:
+        over.set()
+        sys.setswitchinterval(usual)
+        for each in looks:
+            each.join()
+    assert taken[1] < taken[0] / 2
 
 
 def test_certificate_is_changed_while_reports_come_in(served: Served) -> None:

@@ -404,6 +404,7 @@ def test_calls_look_for_replies_without_sleeping_only_while_nobody_else_wants_th
         looks.append(end)
         return end + 1e-9 if in_vain else look(connection, end)
 
+    monkeypatch.setattr(engine.client._session.connection, "_shortcut", None)
     monkeypatch.setattr(Connection, "_look", counted)
     monkeypatch.setattr(Connection, "_credit", 0)
     monkeypatch.setattr(Connection, "_crowded_until", 0.0)

@@ -40,7 +40,7 @@ BLOCKS = [GroupBlocks(0, b"\x01\0\0\0\x02\0\0\0")]
 PLACES = [PagePlaces(0, b"\x03\0\0\0", b"\0\x10\0\0\0\0\0\0")]
 LAYER = LayerRegion("layer.0", 0, 64, 8, 32, 128, "bfloat16", 1, 2)
 EXAMPLES: list[Request | Reply] = [
-    messages.Hello("team-a", b"token", "vllm", VersionRange(1, 2)),
+    messages.Hello("team-a", b"token", "vllm", VersionRange(1, 2), VersionRange(1, 1)),
     messages.Welcome("boot", 7, "0.1.0", 1, 1, 1, "host", "team-a", 128, 60000, 1 << 30, 5000, {"mode": "save_only"}),
     messages.Refusal("invalid", "blocks: too many"),
     messages.Done(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -261,6 +262,104 @@ def test_a_load_is_reported_when_it_is_done(make: Make, client: CopyingClient) -
     handle.status = RestoreStatus.DONE
     assert run(half, StepMetadata()).received == {"a"}
     assert half.take_invalid_blocks() == set()
+
+
+class Clock:
+    """The worker's time, moved on by the test and by sleeping."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        self.slept = 0.0
+        self.asleep: Callable[[], None] = lambda: None
+        monkeypatch.setattr(worker, "time", SimpleNamespace(monotonic=lambda: self.now, sleep=self._sleep))
+
+    def _sleep(self, seconds: float) -> None:
+        self.now += seconds
+        self.slept += seconds
+        self.asleep()
+
+
+def start_loads(half: worker.WorkerHalf, client: CopyingClient, *names: str) -> dict[str, Handle]:
+    """Restores of these requests, all running."""
+    run(half, StepMetadata(loads=[load_step(name).loads[0] for name in names], computing=True))
+    return {name: handle for name, (_, _, handle) in zip(names, client.restores, strict=True)}
+
+
+def test_restores_beside_running_requests_are_reported_together(
+    make: Make, client: CopyingClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half, clock, busy = make(), Clock(monkeypatch), StepMetadata(computing=True)
+    handles = start_loads(half, client, "a", "b", "c")
+    clock.now += 0.020
+    handles["a"].status = RestoreStatus.DONE
+    assert run(half, busy).received == set()
+    clock.now += 0.015
+    handles["b"].status = RestoreStatus.DONE
+    assert run(half, busy).received == set()
+    clock.now += 0.006
+    assert run(half, busy).received == {"a", "b"}, "a took 20 ms and waited as long; b goes with it"
+    handles["c"].status = RestoreStatus.DONE
+    assert run(half, busy).received == {"c"}, "there is nothing left to wait for"
+
+
+def test_a_restore_waits_for_others_no_longer_than_a_tenth_of_a_second(
+    make: Make, client: CopyingClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half, clock, busy = make(), Clock(monkeypatch), StepMetadata(computing=True)
+    handles = start_loads(half, client, "a", "never")
+    clock.now += 5
+    handles["a"].status = RestoreStatus.DONE
+    assert run(half, busy).received == set()
+    clock.now += 0.101
+    assert run(half, busy).received == {"a"}
+
+
+def test_an_engine_with_nothing_to_compute_gets_each_restore_at_once(make: Make, client: CopyingClient) -> None:
+    half = make()
+    handles = start_loads(half, client, "a", "b")
+    handles["a"].status = RestoreStatus.DONE
+    assert run(half, StepMetadata()).received == {"a"}
+
+
+def test_a_step_without_work_waits_for_a_restore_that_is_about_to_end(
+    make: Make, client: CopyingClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half, clock = make(), Clock(monkeypatch)
+    monkeypatch.setattr(half, "_gpu_seconds", lambda load: 0.010)
+    handle = start_loads(half, client, "a")["a"]
+    run(half, StepMetadata())
+    assert not clock.slept, "it takes longer"
+    clock.now += 0.009
+    run(half, StepMetadata(computing=True))
+    assert not clock.slept, "the engine has other work"
+
+    def end() -> None:
+        if clock.slept > 0.001:
+            handle.status = RestoreStatus.DONE
+
+    clock.asleep = end
+    assert run(half, StepMetadata()).received == {"a"}
+    assert clock.slept < 0.0011
+
+
+def test_a_step_without_work_waits_two_milliseconds_at_most(
+    make: Make, client: CopyingClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half, clock = make(), Clock(monkeypatch)
+    monkeypatch.setattr(half, "_gpu_seconds", lambda load: 0.001)
+    start_loads(half, client, "late")
+    run(half, StepMetadata())
+    assert 0.002 <= clock.slept < 0.0021
+    run(half, StepMetadata())
+    assert clock.slept < 0.0021, "nobody knows when it ends"
+
+
+def test_a_failed_load_is_reported_at_once_beside_running_requests(make: Make, client: CopyingClient) -> None:
+    half = make()
+    handles = start_loads(half, client, "a", "b")
+    handles["a"].status = RestoreStatus.FAILED
+    assert run(half, StepMetadata(computing=True)).received == {"a"}
+    assert half.take_invalid_blocks() == {3, 4}
 
 
 @pytest.mark.parametrize("status", [RestoreStatus.FAILED, RestoreStatus.CANCELLED])

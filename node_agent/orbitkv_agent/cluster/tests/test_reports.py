@@ -229,6 +229,22 @@ def test_an_operator_that_refuses_is_tried_again_and_less_often(
     reporting.until(lambda: not reporter.problem)
 
 
+def test_an_agent_that_is_sent_away_in_a_crowd_comes_again_soon_over_the_same_connection(
+    reporting: ClusterWorld, operator: Operator
+) -> None:
+    next_report(reporting, operator)
+    reporter = reporting.cluster._reporter
+    assert reporter is not None
+    operator.refuse = grpc.StatusCode.RESOURCE_EXHAUSTED
+    reporting.until(lambda: reporter._sent_away >= 3)
+    assert (len(operator.peers), reporter._failures, reporter.problem) == (1, 0, "")
+    reporting.until(lambda: reporter._failures >= 2)  # it is no crowd, for so long
+    assert "resource exhausted" in reporter.problem
+    operator.refuse = None
+    next_report(reporting, operator)
+    reporting.until(lambda: not reporter.problem)
+
+
 def test_the_operator_sets_the_rhythm(reporting: ClusterWorld, operator: Operator) -> None:
     operator.interval = 3600
     reporter = reporting.cluster._reporter

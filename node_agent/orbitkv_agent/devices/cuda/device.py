@@ -223,16 +223,16 @@ class CudaDevice:
 
     def _driver_is_busy(self) -> bool:
         """Whether a call of the driver might wait for another thread's, which maps or pins memory."""
-        return self.pinned.busy or any(gpu.busy for gpu in self._gpus.values())
+        return self.pinned.busy or any([gpu.busy for gpu in self._gpus.values()])
 
     def lane(self, registration: Registration) -> object:
         """See `Copier`."""
         return registration.device
 
     def _pages(self, memory: DeviceMemory, part: CopyPart) -> PagesOfGroup:
-        offsets = part.offsets.astype(np.int64)
+        offsets = part.offsets.view(np.int64)
         begins = self.pinned.addresses[part.arenas]
-        assert begins.all(), "pages lie in arenas that are not pinned"
+        assert np.count_nonzero(begins) == begins.size, "pages lie in arenas that are not pinned"
         return PagesOfGroup(memory.groups[part.group], part.blocks.astype(np.int64), begins + offsets, offsets == 0)
 
     # -------------------------------------------------------------------------------------------------- arenas

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +12,9 @@ import numpy.typing as npt
 from orbitkv.protocol.messages import GroupGeometry
 
 Int64 = npt.NDArray[np.int64]
+
+FEW_PAGES: Final = 16
+"""Whole pages up to this number are a piece each: looking for neighbours takes longer than copying them apart."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,7 @@ class GroupPlaces:
         offset: (segments,) where the segment lies in the page image.
         page_bytes: size of a page.
         starts: sorted addresses at which allocations begin: a copy never reaches across one.
+        few_sizes: (FEW_PAGES,) sizes of pages that are copied whole.
     """
 
     base: Int64
@@ -32,6 +37,10 @@ class GroupPlaces:
     offset: Int64
     page_bytes: int
     starts: Int64
+    few_sizes: Int64 = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "few_sizes", np.full(FEW_PAGES, self.page_bytes, np.int64))
 
     @property
     def segments(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import threading
 from collections.abc import Callable, Hashable, Sequence
@@ -251,6 +252,12 @@ class Gpu:
             )
         elif not self.context:
             why += "; the agent could not start to use this GPU (a context takes about 600 MiB of its memory)"
+        elif (error.call, error.name) == ("cuIpcOpenMemHandle_v2", "CUDA_ERROR_INVALID_CONTEXT"):
+            why += (
+                f"; agent and engine seem to have the same process number {os.getpid()}, each in its own container, "
+                "and CUDA takes the engine's memory for the agent's then: start the engine under another number, for "
+                "example by a shell or an init process"
+            )
         else:
             why += "; the engine's memory could not be opened (agent and engine must run on the same machine)"
         return why

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Final, NamedTuple
 
@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 PLAN_PAGES: Final = 256
 """Pages that are planned at once."""
+FIRST_PAGES: Final = 32
+"""Pages that are planned before the first chunk goes: the GPU waits for this plan, and for no other."""
 CHUNKS_IN_FLIGHT: Final = 3
 """Chunks that the GPU always has, if there are any: one runs, the others are ready, because this process's threads take
 turns and the next one may come a millisecond late."""
@@ -55,13 +57,13 @@ class CopyJob:
         self.ended = ended
         self.landed = landed
         self.word = word
-        self.pages = self.unplanned = sum(group.blocks.size for group in groups)
+        self.pages = self.unplanned = sum([group.blocks.size for group in groups])
         self._groups = groups
-        self._slices = chain.from_iterable(group.slices(PLAN_PAGES) for group in groups if group.blocks.size)
+        self._slices: Iterator[PagesOfGroup] | None = None
         self.abandoned = False
         self.plan = _NO_PLAN
         self.next = 0
-        self.left = sum(group.bytes for group in groups)
+        self.left = sum([group.bytes for group in groups])
         self.flying = 0
         self.error = ""
         self.reported = False
@@ -73,6 +75,9 @@ class CopyJob:
 
     def plan_more(self, chunk_bytes: int) -> None:
         """Plan the next pages, in chunks of this size at most."""
+        if self._slices is None:
+            slices = [group.slices(FIRST_PAGES, PLAN_PAGES) for group in self._groups if group.blocks.size]
+            self._slices = chain.from_iterable(slices)
         part = next(self._slices)
         self.plan, self.next = plan_copy([part], chunk_bytes), 0
         self.unplanned -= part.blocks.size

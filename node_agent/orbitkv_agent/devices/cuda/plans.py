@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from orbitkv_agent.devices.cuda.geometry import GroupPlaces, Int64
+from orbitkv_agent.devices.cuda.geometry import FEW_PAGES, GroupPlaces, Int64
 
 CHUNK_BYTES: Final = 28 << 20
 """Most bytes in one call of a restore: what another one may have to wait for, 0.5 ms of PCIe Gen5."""
@@ -17,12 +16,9 @@ SAVE_CHUNK_BYTES: Final = 72 << 20
 """Most bytes in one call of a save, for which nobody waits: fewer calls leave other threads more of the interpreter."""
 CHUNK_PIECES: Final = 256
 """Most pieces in one call: more do not make it faster, and fewer do not hide what a call costs."""
-FEW_PAGES: Final = 16
-"""Whole pages up to this number are a piece each: looking for neighbours takes longer than copying them apart."""
 
 
-@dataclass(frozen=True)
-class PagesOfGroup:
+class PagesOfGroup(NamedTuple):
     """Pages of one group to copy.
 
     Attributes:
@@ -42,19 +38,21 @@ class PagesOfGroup:
         """All bytes."""
         return self.blocks.size * self.places.page_bytes
 
-    def slices(self, count: int) -> Iterator[PagesOfGroup]:
-        """The pages in the order in which they lie in host memory, `count` at a time; made when they are asked for."""
-        if self.blocks.size <= count:
+    def slices(self, first: int, count: int) -> Iterator[PagesOfGroup]:
+        """The pages in the order in which they lie in host memory, made when they are asked for: `first` ones, then
+        `count` at a time."""
+        if self.blocks.size <= first:
             yield self
             return
         order = np.argsort(self.pages, kind="stable")
-        for start in range(0, order.size, count):
-            part = order[start : start + count]
+        start, end = 0, first
+        while start < order.size:
+            part = order[start:end]
             yield PagesOfGroup(self.places, self.blocks[part], self.pages[part], self.first[part])
+            start, end = end, end + count
 
 
-@dataclass(frozen=True)
-class CopyPlan:
+class CopyPlan(NamedTuple):
     """Pieces to copy between pages and blocks, and the chunks they are submitted in.
 
     Attributes:
@@ -78,7 +76,8 @@ class CopyPlan:
 def plan_copy(groups: Iterable[PagesOfGroup], chunk_bytes: int = CHUNK_BYTES) -> CopyPlan:
     """Plan the copy of pages. Neighbours on both sides become one piece (unless they are few), what is over
     `chunk_bytes` several."""
-    parts = [_pieces(group) for group in groups if group.blocks.size]
+    copied = [group for group in groups if group.blocks.size]
+    parts = [_pieces(group) for group in copied]
     if not parts:
         empty = np.empty(0, np.uint64)
         return CopyPlan(empty, empty, empty, [])
@@ -86,15 +85,20 @@ def plan_copy(groups: Iterable[PagesOfGroup], chunk_bytes: int = CHUNK_BYTES) ->
         ((host, device, sizes),) = parts
     else:
         host, device, sizes = (np.concatenate([part[i] for part in parts]) for i in range(3))
-    if int(sizes.max()) > chunk_bytes:
-        host, device, sizes = _cut(host, device, sizes, chunk_bytes)
-    return CopyPlan(host.view(np.uint64), device.view(np.uint64), sizes.view(np.uint64), _chunks(sizes, chunk_bytes))
+    size = sum([group.bytes for group in copied])
+    if size <= chunk_bytes and sizes.size <= CHUNK_PIECES:
+        chunks = [(0, sizes.size, size)]
+    else:
+        if int(sizes.max()) > chunk_bytes:
+            host, device, sizes = _cut(host, device, sizes, chunk_bytes)
+        chunks = _chunks(sizes, chunk_bytes)
+    return CopyPlan(host.view(np.uint64), device.view(np.uint64), sizes.view(np.uint64), chunks)
 
 
 def _pieces(group: PagesOfGroup) -> tuple[Int64, Int64, Int64]:
     places = group.places
     if places.whole and group.blocks.size <= FEW_PAGES:
-        return group.pages, places.base + group.blocks * places.stride, np.full(group.blocks.size, places.page_bytes)
+        return group.pages, places.base + group.blocks * places.stride, places.few_sizes[: group.blocks.size]
     order = np.argsort(group.pages, kind="stable")
     blocks, pages = group.blocks[order], group.pages[order]
     device = (places.base[None, :] + blocks[:, None] * places.stride[None, :]).ravel()
@@ -125,8 +129,6 @@ def _cut(host: Int64, device: Int64, sizes: Int64, most: int) -> tuple[Int64, In
 
 def _chunks(sizes: Int64, most: int) -> list[tuple[int, int, int]]:
     ends = np.cumsum(sizes)
-    if sizes.size <= CHUNK_PIECES and int(ends[-1]) <= most:
-        return [(0, sizes.size, int(ends[-1]))]
     chunks = []
     first, done = 0, 0
     while first < sizes.size:

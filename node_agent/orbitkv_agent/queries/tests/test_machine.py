@@ -33,7 +33,7 @@ from orbitkv.protocol.messages import (
     Unregister,
 )
 from orbitkv_agent.queries.budget import Phase
-from orbitkv_agent.tests.harness import PAGE, Engine, World, hashes, save_request, start_message
+from orbitkv_agent.tests.harness import PAGE, Engine, Way, World, hashes, save_request, start_message
 
 PREFIXES = [[100 * chain + page for page in range(12)] for chain in range(4)]
 Places = frozenset[tuple[int, int]]
@@ -84,6 +84,12 @@ class AgentMachine(RuleBasedStateMachine):
     def join(self) -> None:
         self.names += 1
         self.players.append(Player(self.world.engine(instance=Instance(f"engine{self.names}", "1"))))
+
+    @precondition(lambda self: self.players)
+    @rule(number=st.integers(0, 3), way=st.sampled_from(Way))
+    def ask_another_way(self, number: int, way: Way) -> None:
+        engine = self._player(number).engine
+        engine.control.way = engine.worker.way = way
 
     def _player(self, number: int) -> Player:
         return self.players[number % len(self.players)]

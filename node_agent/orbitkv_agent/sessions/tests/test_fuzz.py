@@ -36,6 +36,7 @@ from orbitkv.protocol.messages import (
     TakeEvents,
     Unregister,
 )
+from orbitkv.protocol.shortcut import BEFORE, MOST_BYTES, REPLY, REQUEST, WATCHED
 from orbitkv_agent.tests.harness import (
     INSTANCE,
     Client,
@@ -97,7 +98,8 @@ def _request(chance: random.Random, known: list[int]) -> Request:
     return chance.choice(requests)
 
 
-def _mutated(chance: random.Random, frame: bytearray) -> bytes:
+def _mutated(chance: random.Random, whole: bytes) -> bytes:
+    frame = bytearray(whole)
     kind = chance.randrange(6)
     if kind == 0:
         for _ in range(chance.randrange(1, 8)):
@@ -109,6 +111,19 @@ def _mutated(chance: random.Random, frame: bytearray) -> bytes:
     elif kind == 3:
         return chance.randbytes(chance.randrange(1, 200))
     return bytes(frame)
+
+
+def _scribble(chance: random.Random, client: Client, frame: bytes) -> None:
+    """Put something into the client's shortcut, and let the agent look there."""
+    shortcut = client.shortcut
+    if shortcut is None:
+        return
+    shortcut.put(REQUEST, chance.choice([client.sequence, client.sequence + 1]), _mutated(chance, frame)[:MOST_BYTES])
+    for _ in range(chance.randrange(3)):
+        word = chance.choice([WATCHED, BEFORE, REQUEST, REPLY])
+        shortcut.words[word] = chance.choice([0, 1, client.sequence, chance.getrandbits(32), chance.getrandbits(64)])
+    if not client.closed():
+        client.session.look()
 
 
 def _handles(replies: list[object]) -> list[int]:
@@ -141,6 +156,8 @@ def test_random_requests_and_broken_frames_harm_nobody_else(tmp_path: Path) -> N
                 frame = framing.encode(_request(chance, known), client.sequence)
                 with contextlib.suppress(BrokenPipeError, BlockingIOError, ConnectionResetError):
                     client.socket.send(_mutated(chance, frame) if chance.random() < 0.2 else frame)
+                if chance.random() < 0.3:
+                    _scribble(chance, client, frame)
             world.pump()
             client.read()
             known = (known + _handles(list(client.replies.values())))[-20:]

@@ -41,7 +41,7 @@ from orbitkv.protocol.messages import (
     SyncArenas,
 )
 from orbitkv.protocol.records import SLOTS, WORD_BYTES, Header
-from orbitkv.protocol.versions import MESSAGES, VersionRange
+from orbitkv.protocol.versions import MESSAGES, PAGE_IMAGE, RECORDS, VersionRange
 from orbitkv_agent.agent import Agent
 from orbitkv_agent.sessions import dispatch, server
 from orbitkv_agent.sessions.peers import peer_of
@@ -197,7 +197,7 @@ def test_versions_that_do_not_meet_are_refused_with_both_ranges(world: World, fi
     assert refusal.kind == ErrorKind.INCOMPATIBLE
     assert field in refusal.message
     assert "[7, 9]" in refusal.message
-    assert str({"messages": MESSAGES}.get(field, VersionRange(1, 1))) in refusal.message
+    assert str({"messages": MESSAGES, "records": RECORDS, "page_image": PAGE_IMAGE}[field]) in refusal.message
     assert client.closed()
     assert world.agent.counters.session_rejections["version-mismatch"] == 1
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from orbitkv_agent.store import ArenaPool, KeySpace, PageCache, RetentionClass
+from orbitkv_agent.store import ArenaPool, KeySpace, PageCache, RetentionClass, reclaim
 from orbitkv_agent.store.index import entries_of
 from orbitkv_agent.store.tests.helpers import UNIT, MakeCache, cached, key, keys, reclaim_all, run, save
 
@@ -220,6 +220,59 @@ def test_size_classes_state_their_waste(make_cache: MakeCache) -> None:
 
 
 # -------------------------------------------------------------------------------------------------- leases and eviction
+
+
+@pytest.fixture
+def large(make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch) -> PageCache:
+    """A cache that is taken for a large one: 256 pages, of which one part in 64 are 4."""
+    monkeypatch.setattr(reclaim, "_LEAST_AHEAD_UNITS", 1)
+    return make_cache(256, 64)
+
+
+def test_a_large_namespace_that_is_full_has_room_made_for_several_saves_at_once(large: PageCache) -> None:
+    space = large.open_key_space("red", "model")
+    for number in range(256):
+        save(large, space, number)
+    assert large.make_room(space, 0, keys(1000), 0, UNIT)
+    assert cached(large, space, *range(8)) == [4, 5, 6, 7]
+    for number in range(1000, 1004):
+        assert not large.make_room(space, 0, keys(number), 0, UNIT), "there is room"
+        save(large, space, number)
+    assert large.make_room(space, 0, keys(*range(2000, 2006)), 0, UNIT)
+    assert cached(large, space, *range(4, 12)) == [10, 11], "never less than was asked for"
+
+
+def test_a_large_namespace_that_is_full_has_room_made_while_nobody_waits(large: PageCache) -> None:
+    space = large.open_key_space("red", "model")
+    for number in range(192):
+        save(large, space, number)
+    reclaim_all(large)
+    assert cached(large, space, *range(192)) == [*range(192)], "another arena can still be had"
+    for number in range(192, 256):
+        save(large, space, number)
+    large.pin(run(large, space, 0))
+    reclaim_all(large)
+    assert cached(large, space, *range(8)) == [0, 5, 6, 7], "the oldest but what is in use"
+    assert not large.reclaim_step(), "there is room"
+    save(large, space, 1000, 1001)
+    reclaim_all(large)
+    assert cached(large, space, *range(8)) == [0, 6, 7], "252 pages are kept, of which a part in 64 are 3"
+    large.unpin(run(large, space, 0))
+
+
+def test_a_large_namespace_full_of_what_was_used_again_keeps_what_is_new(large: PageCache) -> None:
+    space = large.open_key_space("red", "model")
+    for number in range(256):
+        save(large, space, number)
+        large.demand_hit(entries_of(run(large, space, number)))
+    for number in range(1000, 1040):
+        save(large, space, number)
+        reclaim_all(large)
+    new = cached(large, space, *range(1000, 1040))
+    assert new == [*range(1040 - len(new), 1040)], "the older ones go first"
+    assert 30 <= len(new) <= 32, "one page in eight"
+    old = cached(large, space, *range(256))
+    assert old == [*range(256 - len(old), 256)] and len(old) + len(new) >= 250, "the rest is what was used last"
 
 
 def test_room_is_made_ahead_for_what_is_new_and_what_is_there_stays(make_cache: MakeCache) -> None:

@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from orbitkv.protocol.errors import ErrorKind
@@ -35,6 +36,7 @@ from orbitkv_agent.tests.harness import (
     Engine,
     World,
     blocks_blob,
+    group_geometry,
     hashes,
     ints,
     save_request,
@@ -220,6 +222,72 @@ def test_others_are_served_while_a_batch_of_saves_is_granted(world: World) -> No
     assert number not in first.worker.replies, "the whole batch was granted before anybody else was served"
     world.until(lambda: first.worker.reply(number) or world.agent.saves)
     world.until(lambda: len(world.agent.saves) == 40)
+
+
+@pytest.fixture
+def large(world: World) -> Engine:
+    """An engine with 256 blocks."""
+    return world.engine(groups=[group_geometry(blocks=256)])
+
+
+def begin_large_save(large: Engine, blocks: list[int]) -> int:
+    """Submit one save of many pages and stop when some of them have a place; return its number."""
+    names = range(1, len(blocks) + 1)
+    number = large.worker.post(SubmitSaves([save_request(large.registration, hashes(*names), blocks)]))
+    agent = large.world.agent
+    while not agent.cache.stats().used_bytes:
+        agent.loop.run_once(0)
+    assert agent.cache.stats().used_bytes < len(blocks) * PAGE
+    assert not len(agent.saves)
+    return number
+
+
+def test_a_large_save_is_granted_in_several_turns_and_others_are_served_between(world: World, large: Engine) -> None:
+    blocks = [block if block % 5 else -1 for block in range(200)]
+    blocks[150] = -1
+    kept = [position for position, block in enumerate(blocks) if block >= 0]
+    other = world.client()
+    number = begin_large_save(large, blocks)
+    asked = other.post(Ping())
+    while asked not in other.replies:
+        world.agent.loop.run_once(0)
+        other.read()
+    assert not len(world.agent.saves), "nobody was served before all of it was granted"
+    world.until(lambda: len(world.agent.saves))
+    large.worker.read()
+    accepted = large.worker.replies.pop(number)
+    assert isinstance(accepted, SavesAccepted)
+    [plan] = accepted.plans
+    assert ints(plan.positions[0]) == kept
+    assert len(plan.pages[0].arenas) == 4 * len(kept) and len(plan.pages[0].offsets) == 8 * len(kept)
+    places = zip(ints(plan.pages[0].arenas), np.frombuffer(plan.pages[0].offsets, "<u8").tolist(), strict=True)
+    assert len(set(places)) == len(kept)
+    large.worker.commit(plan)
+    assert large.restore(hashes(*range(152, 155))) == 3
+
+
+def test_a_page_named_in_two_turns_of_a_save_is_kept_once(large: Engine) -> None:
+    names = [*range(1, 150), 3]
+    plan = large.save(hashes(*names), blocks=range(150))
+    assert ints(plan.positions[0]) == list(range(149)) and plan.present == 1
+
+
+def test_a_session_that_ends_in_the_middle_of_a_large_save_leaves_nothing(large: Engine) -> None:
+    begin_large_save(large, list(range(200)))
+    large.worker.session.end_stream("expelled")
+    large.world.pump(30)
+    assert large.world.agent.cache.stats().used_bytes == 0
+
+
+def test_a_registration_that_is_retired_in_the_middle_of_a_large_save_takes_nothing(large: Engine) -> None:
+    number = begin_large_save(large, list(range(200)))
+    agent = large.world.agent
+    agent.membership._retire(large.worker.session.registrations[large.registration])
+    reply = None
+    while reply is None:
+        reply = large.worker.reply(number)
+    assert isinstance(reply, Refusal) and reply.kind == ErrorKind.STALE
+    assert agent.cache.stats().used_bytes == 0 and not len(agent.saves)
 
 
 def test_room_for_a_save_is_made_in_a_turn_of_its_own(tmp_path: Path) -> None:

@@ -198,13 +198,13 @@ def _pull_secret(world: World) -> None:
         (
             lambda w: w.add(DEPLOYMENTS, deployment(names.OPERATOR, "operator", 0)),
             "Operator",
-            "no ready pod",
+            "0 of 2 pods ready",
             "describe",
         ),
         (
             lambda w: w.add(DEPLOYMENTS, deployment(names.OPERATOR, "operator", 1)),
             "Operator",
-            "1 ready pods of 2",
+            "1 of 2 pods ready",
             "describe",
         ),
         (lambda w: w.lease(600), "Operator", "None of its replicas acts", "logs"),
@@ -310,6 +310,19 @@ def test_pool_for_gpus_is_fine_where_all_is_there(world: World) -> None:
     world.add(NODES, node("a", {"nvidia.com/gpu.present": "true"}))
     world.add(RUNTIME_CLASSES, {"metadata": {"name": "nvidia"}})
     assert world.wrong() == []
+
+
+def test_only_a_pools_own_nodes_have_to_have_what_it_needs(world: World) -> None:
+    world.pool(ready(), gpu={"access": "runtimeClass"}, nodeSelector={"zone": "a"})
+    world.add(RUNTIME_CLASSES, {"metadata": {"name": "nvidia"}, "handler": "nvidia"})
+    for name, handler in (("a", "nvidia"), ("b", "runc")):
+        made = node(name, {"zone": name})
+        made["status"]["runtimeHandlers"] = [{"name": handler}]
+        world.add(NODES, made)
+    assert world.wrong() == []
+    world.pool(ready(), gpu={"access": "runtimeClass"}, nodeSelector={"zone": "b"})
+    (found,) = world.wrong()
+    assert "HandlerNotFound" in found.message and "node b" in found.message
 
 
 def test_without_the_webhook_the_agents_folder_is_tried(world: World) -> None:

@@ -22,8 +22,9 @@ from tools.harness.releases import BEFORE, LONG_AFTER, plugin_with
 
 pytestmark = pytest.mark.timeout(300)
 
+THOROUGH = os.environ.get("ORBITKV_TEST_THOROUGH") == "1"
 KILLS = 30
-STALL_SECONDS = 30
+STALL_SECONDS = (30, 10, 10)
 STEP_MARGIN_MS = 20
 FEW_BLOCKS = {"num_gpu_blocks_override": 48, "max_model_len": 1024}
 """Fewer than the prompts of a load need, so that pages leave the engine's cache and are restored all the time."""
@@ -118,28 +119,35 @@ def test_engine_does_not_start_without_an_agent_when_told_so(folder: Path, start
 def test_stalled_agent_delays_no_step_and_every_request_finishes(
     start_agent: AgentMaker, start_engine: EngineMaker
 ) -> None:
+    """Each step is compared with the longest one of a control run just before, in which the agent answers.
+
+    Other things that the machine does make a step longer too, now and then. What the agent does to it would come again:
+    so where a step was longer, the comparison is made anew.
+    """
     agent = start_agent()
     engine = start_engine(agent, patient=False, **FEW_BLOCKS)
     load = Load(engine, "stall", prompts=1 << 30)  # none comes again: with and without hits the steps are the same work
     load.run(5)  # whatever is slow only once happens here
-    engine.call("steps")
-    load.run(10)
-    before = engine.call("steps")
-    agent.pause()
-    stopped = time.monotonic()
-    load.run(STALL_SECONDS)
-    during = engine.call("steps")
-    assert time.monotonic() - stopped >= STALL_SECONDS
-    answered = load.answered
-    load.finish()
-    agent.resume()
-    assert answered > 20, f"{answered} requests were answered in {STALL_SECONDS} s"
-    slowest = max(connector for _, connector in during)
-    assert slowest <= STEP_MARGIN_MS, f"the connector held up a step for {slowest:.1f} ms"
-    # Whole steps also feel what else the machine does, so the very longest of thousands would say little about us.
-    usual, stalled = (percentile([step for step, _ in steps], 0.99) for steps in (before, during))
-    assert stalled <= usual + STEP_MARGIN_MS, f"the 99th percentile of steps was {usual:.1f} ms and is {stalled:.1f} ms"
-    wait_restored(engine, agent, tokens("after the stall", 300))
+    longer: list[float] = []
+    for seconds in STALL_SECONDS:
+        engine.call("steps")
+        load.run(10)
+        usual = engine.call("steps")
+        agent.pause()
+        answered, stopped = load.answered, time.monotonic()
+        load.run(seconds)
+        stalled = engine.call("steps")
+        assert time.monotonic() - stopped >= seconds
+        assert load.answered - answered > seconds / 2, f"{load.answered - answered} answers in {seconds} s"
+        load.finish()
+        agent.resume()
+        slowest = max(connector for _, connector in stalled)
+        assert slowest <= STEP_MARGIN_MS, f"the connector held up a step for {slowest:.1f} ms"
+        longer.append(max(step for step, _ in stalled) - max(step for step, _ in usual))
+        wait_restored(engine, agent, tokens("after the stall", 300))
+        if longer[-1] <= STEP_MARGIN_MS:
+            break
+    assert longer[-1] <= STEP_MARGIN_MS, f"the longest step was longer, by ms: {longer}"
 
 
 def test_agent_killed_at_random_points_under_load(
@@ -203,6 +211,50 @@ def test_engines_killed_at_random_points_under_load(folder: Path, start_agent: A
     assert agent.stop() == 0, f"the agent did not drain: {agent.log_text()[-500:]}"
 
 
+@pytest.mark.skipif(not THOROUGH, reason=f"starts {KILLS + 1} engines, minutes: set ORBITKV_TEST_THOROUGH=1")
+@pytest.mark.timeout(1200)
+def test_real_engines_killed_at_random_points_under_load(start_agent: AgentMaker, start_engine: EngineMaker) -> None:
+    """Beside an engine that lives on others die: while they start, attach, save or restore. All ask the same, so each
+    restores what others saved."""
+    chance = random.Random(5)
+    agent = start_agent("kills-real-engines")
+    start = partial(start_engine, agent, settings={"on_missing": "run"}, patient=False, **FEW_BLOCKS)
+    witness = start()
+    probe = tokens("known answer", 300)
+    witness.ask(probe)
+    expected = witness.ask(probe, logprobs=1)
+    witness_load = Load(witness, "shared", prompts=7)
+    witness_load.run(1)
+    coming: list[EngineProcess] = []  # the next one starts while this one lives
+    restored = before = threads = resident = 0
+    for kill in range(1, KILLS + 1):
+        victim = coming.pop() if coming else start(wait=False).begin()
+        if kill not in (KILLS // 3, KILLS):
+            coming.append(start(wait=False).begin())
+        if kill % 4 == 0:
+            time.sleep(chance.uniform(0, 5))  # it dies while it starts
+        else:
+            already = agent.status()["transfer"]["load_bytes"]
+            answer = victim.ask(probe, logprobs=1)
+            assert_same_answer(answer, expected, f"from the engine that comes before kill {kill}")
+            Load(victim, "shared", prompts=7).run(chance.uniform(0, 2))
+            restored += agent.status()["transfer"]["load_bytes"] - already
+        victim.kill9()
+        witness_load.run(0.3)
+        if kill % 5 == 0:
+            witness_load.finish()
+            assert_same_answer(wait_restored(witness, agent, probe), expected, f"after kill {kill} of an engine")
+        if kill == KILLS // 3:
+            before, threads, resident = fewest_descriptors(agent), threads_of(agent), resident_kib(agent)
+    assert restored > 0, "no engine restored anything: the test shows nothing"
+    agent.wait(lambda status: len(status["instances"]) == 1, "all instances but the witness's are gone")
+    agent.wait_at_rest()
+    wait_until(lambda: descriptors(agent) <= before, f"the agent has {before} open descriptors again", 20)
+    assert threads_of(agent) <= threads, f"the agent has {threads_of(agent)} threads, before {threads}"
+    grown = resident_kib(agent) - resident
+    assert grown < 32 * 1024, f"the agent's memory grew by {grown} KiB"
+
+
 def at_most(now: dict[str, int], descriptors: int) -> dict[str, int] | None:
     """The counts of an engine's process if it has no more open descriptors than this."""
     return now if now["descriptors"] <= descriptors else None
@@ -211,11 +263,6 @@ def at_most(now: dict[str, int], descriptors: int) -> dict[str, int] | None:
 def works_or_ended(process: ManagedProcess) -> bool:
     """Whether a stand-in has saved or restored something, or is gone."""
     return "working" in process.log_text() or not process.running()
-
-
-def percentile(values: list[float], share: float) -> float:
-    """The value that this share of them does not exceed."""
-    return sorted(values)[min(int(share * len(values)), len(values) - 1)]
 
 
 def test_what_a_stalled_agent_accepts_too_late_is_given_back_at_once(start_agent: AgentMaker) -> None:

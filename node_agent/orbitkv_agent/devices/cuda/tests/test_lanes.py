@@ -14,7 +14,7 @@ from orbitkv_agent.devices.base import Word
 from orbitkv_agent.devices.cuda import lanes
 from orbitkv_agent.devices.cuda.express import IN_FLIGHT, Express
 from orbitkv_agent.devices.cuda.geometry import GroupPlaces
-from orbitkv_agent.devices.cuda.lanes import CHUNKS_IN_FLIGHT, CopyJob, Lane
+from orbitkv_agent.devices.cuda.lanes import CHUNKS_IN_FLIGHT, FIRST_PAGES, CopyJob, Lane
 from orbitkv_agent.devices.cuda.plans import PagesOfGroup
 from orbitkv_agent.devices.cuda.tests.fake_gpu import FakeGpu
 
@@ -250,8 +250,10 @@ def test_a_gpu_that_fails_under_the_express_proves_no_end(bench: Bench) -> None:
 def test_saves_go_in_larger_chunks_because_nobody_waits_behind_them(bench: Bench) -> None:
     bench.host[:] = 0
     lane = Lane(bench.gpu, 1000, "saves", to_device=False, post=bench.mail.put, lost=bench.lost.append)
-    lane.submit(bench.copy("save", 100))
+    lane.submit(bench.copy("save", 200))
     bench.until(lambda: bench.ended)
     lane.close()
-    assert bench.gpu.calls == [72, 28]
-    assert (bench.host.reshape(-1, PAGE)[:100] == bench.engine.reshape(-1, PAGE)[:100][::-1]).all()
+    assert bench.gpu.calls == [FIRST_PAGES, 72, 72, 200 - 144 - FIRST_PAGES], (
+        "the first one waits for a short plan only"
+    )
+    assert (bench.host.reshape(-1, PAGE)[:200] == bench.engine.reshape(-1, PAGE)[:200][::-1]).all()

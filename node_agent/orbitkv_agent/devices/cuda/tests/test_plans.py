@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from orbitkv.protocol.messages import GroupGeometry, LayerRegion
 from orbitkv_agent.devices.cuda import plans
-from orbitkv_agent.devices.cuda.geometry import group_places
-from orbitkv_agent.devices.cuda.plans import FEW_PAGES, PagesOfGroup, plan_copy
+from orbitkv_agent.devices.cuda.geometry import FEW_PAGES, group_places
+from orbitkv_agent.devices.cuda.plans import PagesOfGroup, plan_copy
 
 ENGINE, HOST = 1 << 40, 1 << 30
 UNIT = 4096
