@@ -56,9 +56,8 @@ def run() -> list[Figure]:
         assert target.own is not None
         build.build()
         build.load(target.own)
-        # pods are injected, or not, by another bench: here the webhook would only stand by
-        values = {"injection": {"enabled": False}, "operator": {"env": []}}
-        with installed(target, values) as installation, on.fake_nodes(target.own):
+        # as it is by default; the webhook only stands by here, and what it asks counts as well
+        with installed(target, {"operator": {"env": []}}) as installation, on.fake_nodes(target.own):
             return _Bench(target, target.own, installation).run()
 
 

@@ -30,7 +30,7 @@ class FakeEngine:
         over = 0.0 if hit else restored_bytes(tokens) / LIMIT_GB_S / 1e6 + 3
         self._in_hbm.add(seed)
         best = {str(token): -1.0 - self._answer for token in range(5)}
-        return {"ms": HIT_MS + over, "cached": (tokens - 1 if hit else tokens) // 16 * 16, "best": best}
+        return {"ms": HIT_MS + over, "cached": (tokens - 1) // 16 * 16, "best": best}
 
     def call(self, command: str, **arguments: Any) -> Any:
         return getattr(self, f"_{command}")(**arguments)
@@ -57,7 +57,7 @@ class FakeEngine:
 
     def _write_calls(self) -> None:
         one = [
-            (LOOK_UP, 1.0, 0.0, [1024]),
+            (LOOK_UP, 1.0, 0.0, [1008]),
             (START, 1.001, 0.0, []),
             (RESULTS, 1.004, 0.0, [1]),
             (BUILD, 1.006, 0.0, [0, 16]),

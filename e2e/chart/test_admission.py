@@ -648,12 +648,23 @@ def test_pods_are_made_without_a_webhook_and_with_one_that_hangs_or_cannot_be_tr
 # ----------------------------------------------------------------------------------------------- what the operator does
 
 
-def test_operator_makes_the_certificate_and_tells_the_apiserver_whom_to_trust(server: Server) -> None:
-    kubectl, original = server.kubectl, server.kubectl.get("secret", names.WEBHOOK, NAMESPACE)
+@contextmanager
+def certificate_kept(server: Server) -> Iterator[None]:
+    """While the operator may make another certificate, which is not for our process: then it is as it was again."""
+    original = server.kubectl.get("secret", names.WEBHOOK, NAMESPACE)
     assert original is not None
-    trusted = original["data"]["ca.crt"]
-    kubectl.delete("secret", names.WEBHOOK, NAMESPACE)
     try:
+        yield
+    finally:
+        metadata = {"name": names.WEBHOOK, "namespace": NAMESPACE}
+        server.kubectl.apply({"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "data": original["data"]})
+        server.trust(original["data"]["ca.crt"])
+
+
+def test_operator_makes_the_certificate_and_tells_the_apiserver_whom_to_trust(server: Server) -> None:
+    kubectl = server.kubectl
+    with certificate_kept(server):
+        kubectl.delete("secret", names.WEBHOOK, NAMESPACE)
         operator = reconciler(server)
         operator.reconcile(WEBHOOK)
         secret, found = kubectl.get("secret", names.WEBHOOK, NAMESPACE), kubectl.get(CONFIGURATION, names.WEBHOOK)
@@ -664,17 +675,14 @@ def test_operator_makes_the_certificate_and_tells_the_apiserver_whom_to_trust(se
         again = kubectl.get(CONFIGURATION, names.WEBHOOK)
         assert again is not None
         assert again["metadata"]["resourceVersion"] == found["metadata"]["resourceVersion"]
-    finally:
-        metadata = {"name": names.WEBHOOK, "namespace": NAMESPACE}
-        kubectl.apply({"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "data": original["data"]})
-        server.trust(trusted)
 
 
 def test_image_volumes_are_used_where_a_dry_run_gives_them_back(
     server: Server, request: pytest.FixtureRequest, team: str
 ) -> None:
     make_namespace(server, NAMESPACE)
-    reconciler(server, payload_mode="imageVolume").reconcile(WEBHOOK)
+    with certificate_kept(server):
+        reconciler(server, payload_mode="imageVolume").reconcile(WEBHOOK)
     found = server.kubectl.get("configmap", names.WEBHOOK, NAMESPACE)
     assert found is not None
     volumes = [{"name": "a", "image": {"reference": "a:1"}}]

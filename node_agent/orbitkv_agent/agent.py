@@ -458,8 +458,8 @@ def _cluster(agent: Agent) -> Cluster | None:
 
 def _tune_interpreter() -> None:
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    # What is there now stays; later objects are few and young. To walk over the older ones, too, takes milliseconds, and
-    # the agent makes no cycles that only that could free.
+    # What is there now stays; later objects are few and young. Walking over the older ones takes milliseconds, and no
+    # cycles are made that only that could free.
     gc.collect()
     gc.freeze()
     gc.set_threshold(_YOUNG_OBJECTS, _NEVER, _NEVER)

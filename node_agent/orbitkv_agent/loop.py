@@ -15,7 +15,7 @@ import os
 import select
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from typing import Generic, Protocol, TypeVar
 
 logger = logging.getLogger(__name__)
@@ -29,6 +29,9 @@ _DEFECT = "internal error in the agent's loop; please report it"  # logged, so t
 
 class Lookout(Protocol):
     """What the loop looks at, beside its descriptors, while it does not sleep."""
+
+    def rings(self) -> bool:
+        """Whether there may be something to do. Asked without end, and other threads want the interpreter too."""
 
     def look(self) -> bool:
         """Do something that is to be done; return whether there was anything."""
@@ -182,32 +185,34 @@ class Loop:
         if self._in_a_row and longest_s > 0:
             end = start + min(self._busy_poll_s, longest_s)
             while not (ready := poll(0, _EVENTS_A_ROUND)) and clock() < end:
-                if self._lookouts and self._look(self._lookouts):
-                    return []
+                for lookout in self._lookouts:
+                    if lookout.rings() and self._look(lookout):
+                        return []
             self._thread_time = time.thread_time()  # looking is nobody's turn
             if not ready and longest_s <= self._busy_poll_s:
                 return []  # to look on afterwards
         if not ready:
-            if self._lookouts and self._look(self._stop_looking()):  # it came just before that
+            # What came just before its client was told that nobody looks any more is served, too.
+            if longest_s > 0 and any([self._look(each) for each in self._stop_looking()]):
                 return []
             ready = poll(longest_s, _EVENTS_A_ROUND)
         # Twice, because one that was slept through came later by the time of waking up.
         self._in_a_row = clock() - start < 2 * self._busy_poll_s
         return ready
 
-    def _look(self, lookouts: Iterable[Lookout]) -> bool:
-        """Look at each until one had something to do."""
+    def _look(self, lookout: Lookout) -> bool:
+        """Look there; return whether there was something to do."""
         start = time.perf_counter()
-        for lookout in lookouts:
-            try:
-                found = lookout.look()
-            except Exception:
-                logger.exception(_DEFECT)
-                found = True
-            if found:  # then `lookouts` may be others already
-                self._end_turn(time.perf_counter() - start)
-                return True
-        return False
+        try:
+            found = lookout.look()
+        except Exception:
+            logger.exception(_DEFECT)
+            found = True
+        if found:
+            if lookout in self._lookouts:  # the others come first now
+                self._lookouts[lookout] = self._lookouts.pop(lookout)
+            self._end_turn(time.perf_counter() - start)
+        return found
 
     def _stop_looking(self) -> list[Lookout]:
         lookouts = list(self._lookouts)

@@ -246,7 +246,7 @@ class Operator:
         if before is None or _agent_changed(before, report):
             self._queue.add(pool_key(report.pool))
         changed = _uses(before) ^ _uses(report)
-        for namespace, name, _, _ in changed:
+        for namespace, name, *_ in changed:
             if self._view.cache(namespace, name) is not None:
                 self._queue.add(cache_key(namespace, name))
         for visitor in _visits_changed(before, report):
@@ -290,19 +290,32 @@ def _every(seconds: float, run: Callable[[], None]) -> float:
 
 
 def _agent_changed(before: Report, report: Report) -> bool:
-    """Return whether an agent says something else of itself than in its last report, figures aside."""
+    """Return whether an agent says something else of itself than in its last report; of its figures only whether there
+    is anything."""
     return (
         before.state != report.state
         or before.boot_id != report.boot_id
         or before.gpus != report.gpus
         or before.problems != report.problems
+        or (before.dram.used_bytes > 0) != (report.dram.used_bytes > 0)
     )
 
 
-def _uses(report: Report | None) -> set[tuple[str, str, str, bool]]:
-    """Return what an agent says of cache namespaces, figures aside: (namespace, name, uid, whether in use)."""
-    parts = report.cache_namespaces if report is not None else ()
-    return {(part.namespace, part.name, part.uid, part.engines > 0) for part in parts}
+def _uses(report: Report | None) -> set[tuple[str, str, str, bool, bool, bool, bool]]:
+    """Return what an agent says of cache namespaces: (namespace, name, uid, whether in use), and of figures only
+    whether there is anything: pages, tokens that were asked for, tokens that were found."""
+    return {
+        (
+            part.namespace,
+            part.name,
+            part.uid,
+            part.engines > 0,
+            part.dram.used_bytes > 0,
+            part.last_hour.requested_tokens > 0,
+            part.last_hour.hit_tokens > 0,
+        )
+        for part in (report.cache_namespaces if report is not None else ())
+    }
 
 
 def _visits_changed(before: Report | None, report: Report) -> set[tuple[str, str]]:

@@ -92,7 +92,7 @@ class Settings(BaseModel):
     reports_port: int = Field(default=9443, ge=0, le=65535, description="Port that agents push their reports to.")
     lease_seconds: float = Field(default=15, gt=0, description="Time after which another replica takes over.")
     renew_seconds: float = Field(default=10, gt=0, description="Time in which the acting replica must renew its Lease.")
-    retry_seconds: float = Field(default=2, gt=0, description="Rhythm in which the Lease is looked at.")
+    retry_seconds: float = Field(default=3, gt=0, description="Rhythm in which the Lease is looked at.")
     audit_seconds: float = Field(
         default=60, gt=0, description="Rhythm in which lists are held against what the watches have shown."
     )

@@ -178,10 +178,10 @@ class SchedulerHalf:
             return self._not_cached(tracked)
         size = self._block_tokens
         first = computed // size
-        # Of a prompt that is restored as a whole the engine computes the last token again, for its logits. If a single
-        # block is all it lacks, it computes that in less time than a restore takes.
-        last = min(request.num_tokens // size, len(request.block_hashes))
-        if (request.num_tokens - 1) // size <= first or (last - first) * size < self.link.config.min_load_tokens:
+        # The engine needs the logits of the last token. It computes that token's whole block, as after a hit in its own
+        # cache: alone the token would go through other kernels, and log probabilities would change by some hundredths.
+        last = min((request.num_tokens - 1) // size, len(request.block_hashes))
+        if last <= first or (last - first) * size < self.link.config.min_load_tokens:
             return self._not_cached(tracked)
         now = self._allowance.now
         if not tracked.held_until:

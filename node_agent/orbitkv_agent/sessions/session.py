@@ -301,6 +301,10 @@ class Session:
             self._send(reply)
         return reply is not None
 
+    def rings(self) -> bool:
+        """Whether something came by the shortcut."""
+        return self._shortcut is not None and self._shortcut.rings()
+
     def look(self) -> bool:
         """Serve a request that came by the shortcut, after all before it; return whether there was one."""
         shortcut = self._shortcut

@@ -36,6 +36,10 @@ class ShortcutEnd:
         """Say whether anybody looks for requests."""
         self._words[WATCHED] = watched
 
+    def rings(self) -> bool:
+        """Whether another number is there than the last one."""
+        return self._words[REQUEST] != self._seen
+
     def take(self, received: int) -> tuple[int, bytes] | None:
         """A new request as (number, body), if there is one and all that came before it is among what was `received`.
 

@@ -18,7 +18,9 @@ from orbitkv_agent.store.residency import PageRun, Residency
 MAX_BATCH = 512  # entries released at a time
 _MAX_BATCHES = 4  # of one reservation
 _AHEAD = 64  # a full namespace has room made for one part in so many of what it keeps, at once and ahead of need,
-_LEAST_AHEAD_UNITS = (16 << 20) // UNIT_BYTES  # unless that is so little: then each page counts
+_MOST_AHEAD_UNITS = (1 << 30) // UNIT_BYTES  # at most this,
+_LEAST_AHEAD_UNITS = (16 << 20) // UNIT_BYTES  # and not where that is so little that each page counts;
+_AHEAD_BATCH = 256  # so many entries at a time: twice as many take half as long again
 _NEW_SHARE = 8  # and there one part in so many is left to what is new: it could never be asked for again otherwise
 _SCANNED_ROWS = 1 << 15  # of the entry table, in one step of the search for dropped entries
 _COMPARED_ARENAS = 4
@@ -100,7 +102,10 @@ class Reclaimer:
         if self._add_arena(namespace):
             return True
         # While an arena is being faulted in, memory is on its way.
-        if self._arenas.is_preparing(namespace.name) or not self._evict(namespace, max(lacking, _ahead(namespace))):
+        if self._arenas.is_preparing(namespace.name):
+            return False
+        ahead = _ahead(namespace)
+        if not (self._evict(namespace, lacking) if lacking >= ahead else self._evict(namespace, ahead, _AHEAD_BATCH)):
             return False
         self._want_arena(namespace)
         return True
@@ -175,10 +180,10 @@ class Reclaimer:
             if quota is None or self._arenas.held_bytes(namespace.name) < quota:
                 self._add_arena(namespace)
 
-    def _evict(self, namespace: Namespace, units: int) -> bool:
+    def _evict(self, namespace: Namespace, units: int, batch: int = MAX_BATCH) -> bool:
         """Release the namespace's least valuable entries, up to `units` units and one batch; whether any was."""
         table = self._residency.entries
-        target, room = units, MAX_BATCH
+        target, room = units, batch
         victims: list[Entries] = []
         for kind in _order(namespace):
             if target <= 0 or room <= 0:
@@ -199,7 +204,7 @@ class Reclaimer:
         if not ahead or self._arenas.room_bytes or self._arenas.is_preparing(namespace.name):
             return False
         free = (self._arenas.held_bytes(namespace.name) - namespace.used_bytes) // UNIT_BYTES
-        return free < ahead and self._evict(namespace, ahead - free)
+        return free < ahead and self._evict(namespace, ahead - free, _AHEAD_BATCH)
 
     # ---- in small steps
 
@@ -354,7 +359,7 @@ def _over_quota(namespace: Namespace, count: int, units: int) -> int:
 
 def _ahead(namespace: Namespace) -> int:
     """Units that room is made for at once when a namespace is full: a batch of entries costs little more than one."""
-    units = namespace.used_bytes // UNIT_BYTES // _AHEAD
+    units = min(namespace.used_bytes // UNIT_BYTES // _AHEAD, _MOST_AHEAD_UNITS)
     return units if units >= _LEAST_AHEAD_UNITS else 0
 
 

@@ -125,6 +125,9 @@ class Bell:
         self.told: list[bool] = []
         self.rings_at_rest = rings_at_rest
 
+    def rings(self) -> bool:
+        return self.rung
+
     def look(self) -> bool:
         rung, self.rung = self.rung, False
         self.served += rung
@@ -163,6 +166,17 @@ def test_the_loop_looks_elsewhere_too_until_it_sleeps(busy_loop: Loop) -> None:
     assert bell.served == 1
 
 
+def test_who_rings_without_end_keeps_nobody_else_waiting(busy_loop: Loop) -> None:
+    bells = [Bell(), Bell(), Bell()]
+    for bell in bells:
+        busy_loop.look_also(bell)
+    for _ in range(9):
+        for bell in bells:
+            bell.rung = True
+        busy_loop.run_once(1)
+    assert [bell.served for bell in bells] == [3, 3, 3]
+
+
 def test_what_comes_just_before_the_loop_sleeps_is_seen(busy_loop: Loop) -> None:
     bell = Bell(rings_at_rest=True)
     busy_loop.look_also(bell)
@@ -196,6 +210,7 @@ def test_time_of_looking_is_not_counted_and_that_of_what_was_found_is(busy_loop:
         return True
 
     bell.look = work  # type: ignore[method-assign]
+    bell.rung = True
     busy_loop.run_once(1)
     assert 0.03 <= busy_loop.longest_turn_s < 0.1
 

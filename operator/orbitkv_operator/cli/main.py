@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -62,8 +63,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         api = _connect(options.kubeconfig)
         if options.command == "doctor":
-            return run_doctor(api, options.system_namespace, options.json)
-        return run_explain(api, options.system_namespace, namespace, name, options.json)
+            code = run_doctor(api, options.system_namespace, options.json)
+        else:
+            code = run_explain(api, options.system_namespace, namespace, name, options.json)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # whoever reads has seen enough, as `head` has
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to be flushed
+        return PROBLEMS
     except (ApiError, NoSuchPodError, _NoClusterError) as error:
         print(f"orbitkv: {error}", file=sys.stderr)
         return USAGE

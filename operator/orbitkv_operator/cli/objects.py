@@ -33,6 +33,8 @@ from orbitkv_operator.placement import matching
 MOST: Final = 50
 """Objects of one kind that are named; of more there is a count."""
 GPU_LABEL: Final = "nvidia.com/gpu.present"
+_ELSEWHERE: Final = ("Complete", "Blocked", "NoAgents")
+"""Reasons of conditions that are no fault, or of which another condition has the cause."""
 _PULL_SECRETS: Final = "ORBITKV_WEBHOOK_PAYLOAD_PULL_SECRETS"
 
 
@@ -59,7 +61,7 @@ def _pool(pool: Manifest) -> Iterator[Finding]:
     wrong = [
         it
         for kind in ("ConfigValid", "GPUAccess", "Available", "Progressing", "Ready")
-        if (it := condition(pool, kind)).get("status") == "False" and it.get("reason") not in ("Complete", "Blocked")
+        if (it := condition(pool, kind)).get("status") == "False" and it.get("reason") not in _ELSEWHERE
     ]
     if condition(pool, "Ready").get("status") == "True" and not status.get("unhealthyNodes"):
         nodes = (status.get("nodes") or {}).get("desired", 0)
@@ -112,6 +114,8 @@ def gpus(cluster: Cluster) -> Iterator[Finding]:
         meant = set(matching(nodes, placement_for(pool)))
         own = [node for node in nodes if node["metadata"]["name"] in meant]
         found = find_route(pool, runtime_class, own, _dra(cluster, pool), cluster.system())
+        if isinstance(found, Obstacle) and condition(manifest, "GPUAccess").get("reason") == found.reason:
+            continue  # the pool has said it
         if isinstance(found, Obstacle):
             yield problem(
                 about, f"{found.reason}: {found.message}", "See the page on Kubernetes, the ways to the GPUs."

@@ -12,6 +12,7 @@ from typing import Any, Final
 from pydantic import ValidationError
 
 from orbitkv_crds import names
+from orbitkv_crds.agent_api.reports_pb2 import Report
 from orbitkv_crds.agent_memory import agent_memory
 from orbitkv_crds.managerpool import ManagerPool
 from orbitkv_crds.meta import condition
@@ -137,7 +138,8 @@ def plan(
         max_unavailable=max_unavailable,
         paused=pool.spec.update_strategy.paused or blocked is not None or bool(waiting) or daemon_set is None,
     )
-    unhealthy = with_reported(observed.unhealthy, reports.of_pool(name), wanted)
+    told = _of_present_pods(reports.of_pool(name), pods)
+    unhealthy = with_reported(observed.unhealthy, told, wanted)
     blind = [it.name for it in unhealthy if it.reason == gpu.NO_GPU]
     facts = PoolFacts(
         wanted=wanted,
@@ -145,9 +147,7 @@ def plan(
         max_unavailable=max_unavailable,
         unhealthy=unhealthy,
         route=route.name if isinstance(route, Route) else None,
-        gpus=gpu.judge(route, wanted, steps.serving, blind, seen.nodes, reports.of_pool(name))
-        if isinstance(route, Route)
-        else None,
+        gpus=gpu.judge(route, wanted, steps.serving, blind, seen.nodes, told) if isinstance(route, Route) else None,
         settled=reports.settled,
         overlaps=shared,
         blocked=blocked,
@@ -207,6 +207,14 @@ def _own_pods(pods: Sequence[Manifest], daemon_set: Manifest | None) -> list[Man
         return []
     uid = daemon_set["metadata"]["uid"]
     return [pod for pod in pods if any(it["uid"] == uid for it in pod["metadata"].get("ownerReferences") or ())]
+
+
+def _of_present_pods(reports: Sequence[Report], pods: Sequence[Manifest]) -> list[Report]:
+    """Return the reports of agents that are there to stay: what the one before saw, by another way to the GPUs perhaps,
+    says nothing of the present one."""
+    gone = {pod["metadata"]["uid"] for pod in pods if pod["metadata"].get("deletionTimestamp")}
+    there = {pod["metadata"]["uid"] for pod in pods} - gone
+    return [report for report in reports if report.pod_uid in there]
 
 
 def _max_unavailable(pool: ManagerPool, desired: int) -> int:

@@ -1,7 +1,8 @@
 """When a status is written: conditions soon, figures seldom, and never many at one time.
 
-What matters (conditions, counts of nodes) is written at once, but an object at most every 10 s. Figures that only drift
-(bytes, sessions, tokens) are written along with it, or every 5 minutes when one moved by a tenth.
+What matters (conditions, counts of nodes) is written at once, but an object at most every 10 s; so is a figure that was
+nothing until now, as somebody may be waiting for it. Figures that only drift (bytes, sessions, tokens) are written
+along with it, or every 5 minutes when one moved by a tenth.
 """
 
 from __future__ import annotations
@@ -39,15 +40,19 @@ def wait_for(
     before: dict[str, Any], after: dict[str, Any], last: LastWrites, now: float, facts_seconds: float = FACTS_SECONDS
 ) -> float | None:
     """Return in how many seconds a status is to be written (0: now), or None if there is nothing to write."""
-    facts_differ = _facts(before) != _facts(after)
-    if facts_differ and _freed(before, after):
+    if _freed(before, after):
         return 0.0
     soonest = 0.0 if last.any is None else max(0.0, last.any + facts_seconds - now)
-    if facts_differ:
+    if _matters(before, after):
         return soonest
     if not _moved(_figures(before), _figures(after)):
         return None
     return 0.0 if last.figures is None else max(soonest, last.figures + FIGURES_SECONDS - now)
+
+
+def _matters(before: dict[str, Any], after: dict[str, Any]) -> bool:
+    """Return whether a status differs in more than figures that drift."""
+    return _facts(before) != _facts(after) or _begun(_figures(before), _figures(after))
 
 
 def _facts(status: dict[str, Any]) -> dict[str, Any]:
@@ -61,6 +66,14 @@ def _figures(status: dict[str, Any]) -> dict[str, Any]:
 def _freed(before: dict[str, Any], after: dict[str, Any]) -> bool:
     """Return whether nothing refers to a pool any more: then it may be deleted, and somebody may be waiting for it."""
     return bool(before.get("cacheNamespaces")) and after.get("cacheNamespaces") == 0
+
+
+def _begun(before: Any, after: Any) -> bool:
+    """Return whether a figure was nothing and is something now."""
+    if isinstance(after, dict):
+        known = before if isinstance(before, dict) else {}
+        return any(_begun(known.get(name), value) for name, value in after.items())
+    return bool(_number(after)) and not _number(before)
 
 
 def _moved(before: Any, after: Any) -> bool:
@@ -170,7 +183,7 @@ class StatusWriter:
                 return None
             if wait > 0:
                 return wait
-            turn = self._turn(name, now, _facts(before) != _facts(status))
+            turn = self._turn(name, now, _matters(before, status))
             if turn > now:
                 return turn - now
             moved = _moved(_figures(before), _figures(status))

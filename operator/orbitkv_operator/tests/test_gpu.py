@@ -197,12 +197,13 @@ def world() -> World:
     return made
 
 
-def see(world: World, **gpus: int) -> None:
-    """Agents report how many GPUs they see."""
+def see(world: World, pods: dict[str, str] | None = None, **gpus: int) -> None:
+    """Agents report how many GPUs they see. `pods`: by node, the uids of the agents' pods; None: those that run."""
+    pods = world.pods() if pods is None else pods
     for name, count in gpus.items():
-        tier = Tier(capacity_bytes=1)
-        sequence = int(world.now)
-        world.reports.put(Report(pool="main", node=name, boot_id=name, sequence=sequence, dram=tier, gpus=count))
+        tier, uid, sequence = Tier(capacity_bytes=1), pods[name], int(world.now)
+        report = Report(pool="main", node=name, pod_uid=uid, boot_id=uid, sequence=sequence, dram=tier, gpus=count)
+        world.reports.put(report)
 
 
 def container(world: World) -> Manifest:
@@ -223,6 +224,23 @@ def test_pool_with_gpus_is_ready_when_agents_see_what_nodes_offer(world: World) 
     assert world.condition("GPUAccess") == ("True", "DevicesSeen")
     assert world.condition("Ready") == ("True", "Ready")
     assert world.status()["gpuRoute"] == "runtimeClass"
+
+
+def test_what_the_agent_before_saw_says_nothing_of_the_present_one(world: World) -> None:
+    world.reports.start()
+    world.pool(gpu={"access": "auto"})
+    world.settle()
+    before = world.pods()
+    world.pool(gpu={"access": "privileged"})
+    for _ in range(6):
+        see(world, before, a=2, b=2)
+        world.step()
+    assert not set(world.pods().values()) & set(before.values())
+    assert world.condition("GPUAccess") == ("Unknown", "Waiting")
+    see(world, a=2, b=2)
+    world.step()
+    assert world.condition("GPUAccess") == ("True", "DevicesSeen")
+    assert "by way of privileged" in world.message("GPUAccess")
 
 
 def test_operator_that_begins_to_act_takes_the_word_of_the_one_before(world: World) -> None:

@@ -316,7 +316,9 @@ def test_problem_that_an_agent_reports_is_shown(world: World) -> None:
     world.pool()
     world.settle()
     problem = Problem(reason="LiveSettingsRefused", message="query_budget_percent: must be at most 100.")
-    world.reports.put(Report(pool="main", node="b", pod_name="agent-b", boot_id="1", problems=[problem]))
+    world.reports.put(
+        Report(pool="main", node="b", pod_name="agent-b", pod_uid=world.pods()["b"], boot_id="1", problems=[problem])
+    )
     world.settle()
     (sick,) = world.status()["unhealthyNodes"]
     assert (sick["name"], sick["reason"], sick["pod"]) == ("b", "LiveSettingsRefused", "agent-b")

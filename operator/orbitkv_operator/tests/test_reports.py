@@ -24,6 +24,7 @@ from orbitkv_crds.agent_api.reports_pb2 import (
     AGENT_STATE_DRAINING,
     AGENT_STATE_SERVING,
     AgentState,
+    LastHour,
     PodVisit,
     Report,
     Tier,
@@ -427,16 +428,24 @@ def acting() -> Iterator[Operator]:
         server.close()
 
 
-def says(sequence: int, engines: int = 1, used: int = 0, state: AgentState = AGENT_STATE_SERVING) -> Report:
-    part = CacheReport(namespace="team", name="one", uid="u", engines=engines, dram=Tier(used_bytes=used))
-    return Report(pool="main", node="a", boot_id="1", sequence=sequence, state=state, cache_namespaces=[part])
+def says(
+    sequence: int, engines: int = 1, used: int = 0, state: AgentState = AGENT_STATE_SERVING, asked: int = 0
+) -> Report:
+    dram, hour = Tier(used_bytes=used), LastHour(requested_tokens=asked)
+    part = CacheReport(namespace="team", name="one", uid="u", engines=engines, dram=dram, last_hour=hour)
+    return Report(
+        pool="main", node="a", boot_id="1", sequence=sequence, state=state, dram=dram, cache_namespaces=[part]
+    )
 
 
 @pytest.mark.parametrize(
     ("before", "after", "looked_at"),
     [
         (None, says(1), {"ManagerPool main", "CacheNamespace team/one"}),
-        (says(1), says(2, used=1 << 30), set()),  # a figure: looked at when it may be written
+        (says(1, used=1), says(2, used=1 << 30), set()),  # a figure: looked at when it may be written
+        (says(1), says(2, used=1), {"CacheNamespace team/one", "ManagerPool main"}),  # the first of it
+        (says(1, asked=1), says(2, asked=9), set()),
+        (says(1), says(2, asked=1), {"CacheNamespace team/one"}),
         (says(1), says(2, engines=2), set()),
         (says(1), says(2, engines=0), {"CacheNamespace team/one"}),
         (says(1, engines=0), says(2), {"CacheNamespace team/one"}),

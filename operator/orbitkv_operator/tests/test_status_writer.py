@@ -41,6 +41,23 @@ def test_figures_are_written_every_five_minutes_at_most() -> None:
     assert wait_for(status(), status(used="9Gi"), LastWrites(any=90.0, figures=90.0), 100.0) == 290
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"tiers": {"dram": {"used": "0"}}}, {"tiers": {"dram": {"used": "64Mi"}}}),
+        ({"tiers": None}, {"tiers": {"dram": {"used": "64Mi"}}}),
+        (
+            {"lastHour": {"hitRate": "0%", "requestedTokens": 9, "hitTokens": 0}},
+            {"lastHour": {"hitRate": "50%", "requestedTokens": 18, "hitTokens": 9}},
+        ),
+    ],
+)
+def test_first_of_a_figure_is_written_as_soon_as_a_condition(before: dict[str, Any], after: dict[str, Any]) -> None:
+    last = LastWrites(any=95.0, figures=95.0)
+    assert wait_for(status() | before, status() | after, last, 100.0) == 5
+    assert wait_for(status() | after, status() | before, last, 100.0) == 295  # what goes is no news
+
+
 def test_new_figures_go_along_with_a_changed_condition() -> None:
     api = FakeApi()
     live = api.add(POOLS, pool_body() | {"status": status()})

@@ -27,6 +27,7 @@ class FakeApiserver:
         tokens: status of a TokenReview by token; others are not authenticated.
         readers: users that may GET /metrics.
         requests: how often each path was asked, with "watch " before it for watches.
+        stream_seconds: for how long each path was last to be watched.
         refuse: a status to answer everything with, 0 for none.
         forget: watches from before this resource version get 410 Gone.
     """
@@ -35,6 +36,7 @@ class FakeApiserver:
         self.tokens: dict[str, dict[str, Any]] = {}
         self.readers: set[str] = set()
         self.requests: Counter[str] = Counter()
+        self.stream_seconds: dict[str, int] = {}
         self.audiences: list[list[str]] = []
         self.refuse = 0
         self.forget = 0
@@ -225,6 +227,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _watch(self, path: str, query: dict[str, str]) -> None:
         after, streams = int(query["resourceVersion"]), self.api.streams
+        self.api.stream_seconds[path] = int(query["timeoutSeconds"])
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
         self.send_header("Transfer-Encoding", "chunked")

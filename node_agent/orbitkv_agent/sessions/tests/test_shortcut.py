@@ -225,7 +225,7 @@ def test_an_ended_session_is_not_looked_at_and_says_so(world: World) -> None:
     session.end_stream()
     assert not client.shortcut.words[WATCHED]
     client.put(Ping())
-    assert not world.agent.loop._look([session])
+    assert not world.agent.loop._lookouts
 
 
 def test_a_client_of_the_release_before_is_given_none(world: World) -> None:

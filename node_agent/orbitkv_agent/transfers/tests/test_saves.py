@@ -41,6 +41,7 @@ from orbitkv_agent.tests.harness import (
     ints,
     save_request,
 )
+from orbitkv_agent.transfers import saves as saves_module
 
 
 @pytest.fixture
@@ -225,8 +226,9 @@ def test_others_are_served_while_a_batch_of_saves_is_granted(world: World) -> No
 
 
 @pytest.fixture
-def large(world: World) -> Engine:
-    """An engine with 256 blocks."""
+def large(world: World, monkeypatch: pytest.MonkeyPatch) -> Engine:
+    """An engine with 256 blocks; 32 pages are granted in a turn."""
+    monkeypatch.setattr(saves_module, "_TURN_PAGES", 32)
     return world.engine(groups=[group_geometry(blocks=256)])
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import copy
 import json
+import os
+import sys
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -427,3 +429,23 @@ def test_agent_that_cannot_pin_its_memory_is_shown_with_the_limit_that_it_has(wo
     world.pool(ready(), unhealthy=[{"name": "a", "reason": "MemoryNotPinned", "message": words}])
     (found,) = world.wrong()
     assert "MemoryNotPinned" in found.message and "memlock, is 64 KiB" in found.message
+
+
+def test_reader_that_has_seen_enough_gets_no_stack_trace(
+    world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    monkeypatch.setattr("orbitkv_operator.cli.main._connect", lambda kubeconfig: world.api)
+    with open(writer, "w") as closed:
+        monkeypatch.setattr(sys, "stdout", closed)
+        assert main(["doctor", "--json"]) == PROBLEMS
+    assert capsys.readouterr().err == ""
+
+
+def test_what_a_pool_says_itself_is_said_once(world: World) -> None:
+    said = ready("GPUAccess", "False", "RuntimeClassNotFound"), ready("Available", "False", "NoAgents")
+    world.pool(*said, gpu={"access": "runtimeClass"})
+    world.add(NODES, node("a", {"nvidia.com/gpu.present": "true"}))
+    (found,) = world.wrong()
+    assert found.message.startswith("GPUAccess: RuntimeClassNotFound")

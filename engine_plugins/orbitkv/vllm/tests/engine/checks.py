@@ -17,7 +17,7 @@ def tokens(name: str, count: int) -> list[int]:
 
 
 def full_blocks(prompt_tokens: int) -> int:
-    """Tokens in the full blocks of a prompt that does not end with one: what comes from HBM or from OrbitKV."""
+    """Tokens in the full blocks of a prompt of which one token at least is left to compute."""
     return (prompt_tokens - 1) // BLOCK * BLOCK
 
 

@@ -43,6 +43,7 @@ class FakeGpu:
         self.words = True
         self.contexts: Counter[int] = Counter()
         self.mapped: Counter[int] = Counter()
+        self.of_namesakes: set[int] = set()  # memory of processes with this one's number, in containers of their own
         self.pinned: dict[int, int] = {}
         self.calls: list[int] = []
         self.streams: list[int] = []
@@ -155,8 +156,10 @@ class FakeGpu:
     def import_memory(self, handle: bytes) -> int:
         self._check_context()
         address = int.from_bytes(handle[:8], "little")
+        if address in self.of_namesakes:
+            raise CudaError("cuIpcOpenMemHandle_v2", 201, "CUDA_ERROR_INVALID_CONTEXT", "invalid device context")
         if address not in self.memory:
-            raise CudaError("cuIpcOpenMemHandle", 201, "CUDA_ERROR_INVALID_CONTEXT", "no such allocation")
+            raise CudaError("cuIpcOpenMemHandle_v2", 1, "CUDA_ERROR_INVALID_VALUE", "no such allocation")
         self.mapped[address] += 1
         return address
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -481,6 +482,14 @@ def test_registrations_that_cannot_be_served_are_refused_by_name(world: World, g
         assert words in refused(world, client, request).message
     assert UUIDS[1] in refused(world, client, cases["not visible to this agent"]).message, "both lists are named"
     assert not +gpu.mapped and not list(world.agent.instances)
+
+
+def test_memory_that_cuda_takes_for_the_agents_own_is_refused_by_name(world: World, gpu: FakeGpu) -> None:
+    kv = gpu.allocate(BLOCKS * PAGE)
+    gpu.of_namesakes.add(kv.ctypes.data)
+    refusal = refused(world, world.client(), message(gpu, kv))
+    assert f"the same process number {os.getpid()}" in refusal.message and "init process" in refusal.message
+    assert not +gpu.mapped
 
 
 def test_a_gpu_in_exclusive_process_mode_is_refused_by_name(tmp_path: Path, gpu: FakeGpu) -> None:
