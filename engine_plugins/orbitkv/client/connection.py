@@ -253,7 +253,8 @@ class Connection:
                 if (now := clock()) > end:
                     self._looked(now, in_vain=True)
                     return None
-        except BaseException:  # nobody will look there: have the reply come as a late one
+        except BaseException:  # nobody will look there: have the reply come as a late one, which the next call reads
+            self._soon = False
             with contextlib.suppress(OrbitKVError):
                 self._push(frame)
             raise
@@ -311,6 +312,7 @@ class Connection:
     def _receive(self, left_s: float, descriptors: list[int] | None) -> list[tuple[int, Any]]:
         """Wait for input; return the frames that are whole now. A body is valid until the next call."""
         if left_s <= 0:
+            self._soon = False  # the next call goes by the socket, where it finds the late reply
             raise self._timeout()
         start = time.perf_counter()
         try:

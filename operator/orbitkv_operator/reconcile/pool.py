@@ -210,10 +210,9 @@ def _own_pods(pods: Sequence[Manifest], daemon_set: Manifest | None) -> list[Man
 
 
 def _of_present_pods(reports: Sequence[Report], pods: Sequence[Manifest]) -> list[Report]:
-    """Return the reports of agents that are there to stay: what the one before saw, by another way to the GPUs perhaps,
-    says nothing of the present one."""
-    gone = {pod["metadata"]["uid"] for pod in pods if pod["metadata"].get("deletionTimestamp")}
-    there = {pod["metadata"]["uid"] for pod in pods} - gone
+    """Return the reports of agents that are there: what the one before saw, by another way to the GPUs perhaps, says
+    nothing of the present one."""
+    there = {pod["metadata"]["uid"] for pod in pods}
     return [report for report in reports if report.pod_uid in there]
 
 

@@ -243,6 +243,20 @@ def test_what_the_agent_before_saw_says_nothing_of_the_present_one(world: World)
     assert "by way of privileged" in world.message("GPUAccess")
 
 
+def test_what_an_agent_saw_says_nothing_any_more_when_its_pod_is_being_deleted(world: World) -> None:
+    world.reports.start()
+    world.pool(gpu={"access": "auto"})
+    world.settle()
+    see(world, a=2, b=2)
+    world.step()
+    assert world.condition("GPUAccess") == ("True", "DevicesSeen")
+    pod = next(it for it in world.api.list_all(PODS) if it["metadata"]["uid"] == world.pods()["a"])
+    world.api.add(PODS, {**pod, "metadata": {**pod["metadata"], "deletionTimestamp": "2026-01-01T00:00:00Z"}})
+    world.now += 60
+    world.reconciler.reconcile("main")
+    assert world.condition("GPUAccess") == ("Unknown", "Waiting")
+
+
 def test_operator_that_begins_to_act_takes_the_word_of_the_one_before(world: World) -> None:
     world.pool(gpu={"access": "auto"})
     world.settle()

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -289,6 +290,17 @@ def test_a_registration_that_is_retired_in_the_middle_of_a_large_save_takes_noth
     while reply is None:
         reply = large.worker.reply(number)
     assert isinstance(reply, Refusal) and reply.kind == ErrorKind.STALE
+    assert agent.cache.stats().used_bytes == 0 and not len(agent.saves)
+
+
+def test_a_save_that_finds_no_completion_record_is_refused_and_keeps_no_place(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent, records = engine.world.agent, engine.worker.session.records
+    assert records is not None
+    monkeypatch.setattr(records, "_free", deque[int]())
+    refusal = engine.worker.ask(SubmitSaves([save_request(engine.registration, hashes(1, 2))]))
+    assert isinstance(refusal, Refusal) and refusal.kind == ErrorKind.BUSY
     assert agent.cache.stats().used_bytes == 0 and not len(agent.saves)
 
 
