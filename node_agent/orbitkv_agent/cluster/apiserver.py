@@ -26,10 +26,9 @@ PLURAL: Final = "cachenamespaces"
 _CALL_SECONDS: Final = (2.0, 3.0)
 """To connect, and to wait for an answer: a client's hello waits for it."""
 _LIST_SECONDS: Final = (5.0, 60.0)
-_STREAM_SECONDS: Final = (2700, 3600)
-"""A stream lasts a random time between these, so that agents do not all come back at once."""
-_LONG_STREAM_SECONDS: Final = (3 * 3600, 6 * 3600)
-"""The same for namespaces: a thousand agents ask the apiserver for little more than one kind of object."""
+_STREAM_SECONDS: Final = (2 * 3600, 4 * 3600)
+"""A stream lasts a random time between these: agents do not all come back at once, and a thousand of them with two
+streams each ask the apiserver for little."""
 _SILENCE_SECONDS: Final = 150.0
 """A stream on which not even a bookmark came for so long is taken for dead."""
 _EXTRA: Final = "authentication.kubernetes.io/"
@@ -178,7 +177,6 @@ class Listing:
     def __init__(self, apiserver: Apiserver, pool: str | None) -> None:
         api = apiserver._client
         self.what = "namespaces" if pool is None else f"{PLURAL}.{GROUP}"
-        self._stream_seconds = _LONG_STREAM_SECONDS if pool is None else _STREAM_SECONDS
         self._stopped = False
         self._watch = kube.watch.Watch(return_type="object")
         self._arguments: dict[str, Any] = {}
@@ -223,7 +221,7 @@ class Listing:
                 **self._arguments,
                 resource_version=version,
                 allow_watch_bookmarks=True,
-                timeout_seconds=random.randint(*self._stream_seconds),
+                timeout_seconds=random.randint(*_STREAM_SECONDS),
                 _request_timeout=(_LIST_SECONDS[0], _SILENCE_SECONDS),
             )
             for event in events:

@@ -239,8 +239,7 @@ def test_broken_streams_are_taken_up_again(world: ClusterWorld, api: FakeApiserv
 
 def test_a_thousand_agents_open_a_stream_every_few_seconds_at_most(world: ClusterWorld, api: FakeApiserver) -> None:
     world.until(lambda: len(api.stream_seconds) == 2)
-    assert 1800 <= api.stream_seconds[CACHE_NAMESPACES] <= 3600
-    assert sum(1000 / seconds for seconds in api.stream_seconds.values()) < 0.5
+    assert sum(1000 / seconds for seconds in api.stream_seconds.values()) < 0.28
 
 
 def test_a_version_that_the_apiserver_forgot_is_listed_again(world: ClusterWorld, api: FakeApiserver) -> None:
