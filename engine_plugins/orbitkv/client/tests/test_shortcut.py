@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -102,7 +103,7 @@ def test_an_interrupted_call_leaves_nothing_leased(
     while interrupted < 5:  # whenever the agent looks
         assert time.monotonic() < deadline
         with monkeypatch.context() as patched:
-            patched.setattr(connection_module.os, "sched_yield", interrupt)
+            patched.setattr(os, "sched_yield", interrupt)
             try:
                 engine.client.query_prefetch(f"r{interrupted}", [hashes(1)], instance=engine.instance)
             except Interrupted:
