@@ -119,10 +119,12 @@ class Restores:
             waiting.accepted = self._accept(waiting)
             if waiting.accepted is None:
                 return
-            if begins:
+        try:
+            if begins and self._copier is not None:
                 self._begin(waiting)
-        self._queries.consume(lease)
-        registration.copy_started()
+        finally:  # after a defect, too, when copies may run: then both sides' memory stays held
+            self._queries.consume(lease)
+            registration.copy_started()
         if not begins:
             self._waiting.setdefault(lane, deque()).append(waiting)
         elif self._copier is None:

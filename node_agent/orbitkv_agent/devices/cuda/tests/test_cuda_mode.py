@@ -432,6 +432,31 @@ def test_a_copy_that_the_driver_refuses_fails_the_restore_only(engine: CudaEngin
     world.until(lambda: engine.state(again.record) is RecordState.DONE)
 
 
+def test_a_defect_after_a_copy_was_handed_over_lets_nothing_go_before_the_copy_ended(
+    engine: CudaEngine, gpu: FakeGpu, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.save(hashes(1), [5])
+    device = world.agent.device
+    assert isinstance(device, CudaDevice)
+    start = device.start
+
+    def defect(*arguments: Any, **more: Any) -> Any:
+        start(*arguments, **more)
+        raise RuntimeError("after the copy was handed over")
+
+    monkeypatch.setattr(device, "start", defect)
+    gpu.hold()
+    ready = engine.control.ready(hashes(1), operation=99, instance=engine.instance)
+    refusal = engine.worker.ask(start_message(engine.registration, ready.leases[0], [20]))
+    assert isinstance(refusal, Refusal) and refusal.kind == ErrorKind.INTERNAL
+    registration, leases = engine.worker.session.registrations[engine.registration], world.agent.queries.leases
+    engine.control.session.end_stream("gone")  # with all that was promised to it
+    world.pump()
+    assert (registration.copies, leases.pinned_pages) == (1, 1)
+    gpu.release()
+    world.until(lambda: (registration.copies, leases.pinned_pages) == (0, 0))
+
+
 def test_a_gpu_is_used_only_from_its_first_registration(world: World, gpu: FakeGpu) -> None:
     world.client()
     assert not gpu.contexts and world.agent.device.context_bytes == {}
