@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from bench import gpu_beside, gpu_peer
 from bench.figures import Figure, machine, percentile, say
 from orbitkv import QueryReady, RestoreStatus, SaveStatus
 from tools.harness.agent import AgentProcess
@@ -146,13 +147,12 @@ class Bench:
         """GB/s of a restore."""
         return self.bytes / self.end_restore(*self.start_restore()) / 1e9
 
-    def ask(self) -> float:
-        """Ask for 64 pages, and give them back; seconds until the answer."""
+    def ask(self, pages: int = 64) -> float:
+        """Ask for pages, and give them back; seconds until the answer."""
         self._asked += 1
+        hashes = self.hashes[:pages]
         start = time.perf_counter()
-        answer = self.engine.client.query_prefetch(
-            f"ask-{self._asked}", [self.hashes[:64]], instance=self.engine.instance
-        )
+        answer = self.engine.client.query_prefetch(f"ask-{self._asked}", [hashes], instance=self.engine.instance)
         seconds = time.perf_counter() - start
         if not isinstance(answer, QueryReady):
             raise RuntimeError(f"pages that are there were not found: {answer}")
@@ -247,6 +247,8 @@ def whole_pages(agent: AgentProcess, limit: Limit, report: Report) -> None:
     cores = (cpu_seconds(agent.pid) - used) / (time.perf_counter() - started)
     report.add("cpu_cores", cores, "cores of the agent at full restore speed")
     eight_pages(bench, limit, report)
+    for pages in (64, 1024):
+        report.add(f"query_{pages}_us", statistics.median(bench.ask(pages) for _ in range(300)) * 1e6, "us")
     bench.close()
 
 
@@ -377,6 +379,20 @@ def run() -> list[Figure]:
             two_gpus(agent, report)
         context = sum(agent.status()["transfer"]["gpu_context_bytes"].values())
         report.add("gpu_context_mib", context / 2**20 / min(gpus(), 2), "MiB of a GPU", bound=600)
+        keep(report.figures)  # what follows starts large programs, and may take long
+        why = gpu_beside.why_not()
+        if why:
+            say(f"  beside_engine_ratio: left out, because {why}")
+        else:
+            bench = Bench(agent, PAGES)
+            gpu_beside.beside_engine(bench, limit, report)
+            bench.close()
+            keep(report.figures)
+    why = gpu_peer.why_not()
+    if why:
+        say(f"  pegaflow: left out, because {why}")
+    else:
+        gpu_peer.pegaflow(report)
     keep(report.figures)
     return report.figures
 

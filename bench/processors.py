@@ -3,14 +3,36 @@
 from __future__ import annotations
 
 import os
+import time
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 TICKS: Final = os.sysconf("SC_CLK_TCK")
 LEAST: Final = 0.005
 """Share of the whole from which on a program is named."""
+
+
+class Moment(NamedTuple):
+    """Seconds so far: by the clock, and of processor time that all programs used, and that this one and those that it
+    started and that have ended used."""
+
+    clock: float
+    everybody: float
+    own: float
+
+
+def now() -> Moment:
+    """Return how much was used until now."""
+    user, nice, system, _, _, irq, softirq = map(int, Path("/proc/stat").read_text().split()[1:8])
+    return Moment(time.monotonic(), (user + nice + system + irq + softirq) / TICKS, sum(os.times()[:4]))
+
+
+def others(before: Moment, after: Moment) -> float:
+    """Return how many processors other programs kept busy between two moments."""
+    foreign = (after.everybody - before.everybody) - (after.own - before.own)
+    return max(0.0, foreign / (after.clock - before.clock))
 
 
 def used() -> dict[str, float]:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from bench import processors
 from bench.figures import Figure, percentile, say
 from orbitkv import BlockHashes, QueryReady, RestoreStatus
 from tools.harness.memory_engine import MemoryEngine, numbered_hashes, temporary_agent
@@ -23,6 +24,7 @@ BUSY_SECONDS = 10.0
 
 def run() -> list[Figure]:
     """Measure queries of 64 and 1024 hashes, alone and beside a busy process."""
+    begin = processors.now()
     with (
         temporary_agent(pool="1GiB", prefault=True, cache_namespaces="busy: {quota: 512MiB}") as agent,
         MemoryEngine(agent.socket_path, blocks=1024, block_bytes=4096) as engine,
@@ -41,6 +43,7 @@ def run() -> list[Figure]:
         Figure("hit_1024_p50_us", percentile(hit_1024, 50), "us", bound=400),
         Figure("hit_64_p99_busy_us", percentile(busy, 99), "us", baseline=percentile(hit_64, 99), bound=2000),
         Figure("poll_restore_us", max(pending_us, done_us), "us", bound=1),
+        Figure("others_busy", processors.others(begin, processors.now()), "processors of other programs"),
     ]
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 LOOK_UP = "get_num_new_matched_tokens"
 BUILD = "build_connector_meta"
-START = "start_load_kv"
-RESULTS = "get_transfer_results"
+ALLOCATED = "update_state_after_alloc"
+HEARD = "update_connector_output"
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Hops:
 
     Attributes:
         sent: the agent was asked to copy.
-        seen: the worker saw that all is in place.
+        seen: the scheduler was told that all is in place.
         scheduled: the engine gave its first tokens to compute to a step.
     """
 
@@ -63,9 +63,9 @@ class Calls:
                 began, sent, seen = (0.0, 0.0, 0.0) if began and not seen else (started, 0.0, 0.0)
                 if note[0] != tokens:
                     began = 0.0
-            elif name == START and began and not sent:
+            elif name == ALLOCATED and began and not sent and note[0]:
                 sent = end
-            elif name == RESULTS and sent and not seen and note[0]:
+            elif name == HEARD and sent and not seen and note[0]:
                 seen = end
             elif name == BUILD and seen and note[1]:
                 found.append(Hops(*((moment - began) * 1e3 for moment in (sent, seen, end))))

@@ -23,13 +23,15 @@ _calls: deque[tuple[str, float, float, list[int]]] = deque(maxlen=100_000)
 
 
 def _note(name: str, args: tuple[Any, ...], result: Any) -> list[int]:
-    """Tokens found; loads and tokens of a step; restores that ended."""
+    """Tokens found; tokens to restore; loads and tokens of a step; restores that ended."""
     if name == "get_num_new_matched_tokens":
         return [result[0] or 0]
+    if name == "update_state_after_alloc":
+        return [args[2]]
     if name == "build_connector_meta":
         return [len(result.loads), args[0].total_num_scheduled_tokens]
-    if name == "get_transfer_results":
-        return [len(result.finished_recving or ())]
+    if name == "update_connector_output":
+        return [len(args[0].finished_recving or ())]
     return []
 
 

@@ -33,7 +33,7 @@ ANSWER_S: Final = 120.0
 SHORT: Final = 1024
 LONG: Final = 8192
 SHORT_TURNS: Final = 25
-LONG_TURNS: Final = 9
+LONG_TURNS: Final = 15
 TURNS_AT_ONCE: Final = 3
 """Prompts that an engine is asked before it is another's turn."""
 BATCH: Final = 7
@@ -47,7 +47,7 @@ MOST_MISSED: Final = 10
 CROWD: Final = 64
 CROWD_PROMPT: Final = 512
 CROWD_ANSWER: Final = 128
-CROWD_TURNS: Final = 4
+CROWD_TURNS: Final = 8
 BLOCK: Final = 16
 PAGE_BYTES: Final = 36 * 65536
 """Of a block of 16 tokens in the model's 36 layers."""

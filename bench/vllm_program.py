@@ -69,13 +69,7 @@ class Program:
         Returns the ms of steps alone, those of all steps from there until each prompt has its first token, when each
         of these came, and the fewest cached tokens.
         """
-        self._waves += 1
-        names = [f"stream-{self._waves}-{number}" for number in range(streams)]
-        for number, name in enumerate(names):
-            parameters = SamplingParams(max_tokens=STREAM_TOKENS, ignore_eos=True, detokenize=False)
-            self._engine.add_request(name, prompt(STREAM_PROMPT, 9_000_000 + number), parameters)
-        for _ in range(10):
-            self._step()
+        names = self._begin_streams(streams)
         alone = [self._step()[0] for _ in range(UNDISTURBED)]
         for seed in seeds:
             self._engine.add_request(f"prompt-{self._waves}-{seed}", prompt(tokens, seed), first_token())
@@ -90,10 +84,30 @@ class Program:
                     raise RuntimeError("a stream ended before the prompts: not all steps were beside decoding streams")
                 firsts.append(sum(steps))
                 cached = min(cached, output.num_cached_tokens or 0)
+        self._end(names)
+        return {"alone": alone, "steps": steps, "firsts": firsts, "cached": cached}
+
+    def decode(self, streams: int, steps: int) -> list[float]:
+        """Decode `streams` answers; the ms of so many steps."""
+        names = self._begin_streams(streams)
+        found = [self._step()[0] for _ in range(steps)]
+        self._end(names)
+        return found
+
+    def _begin_streams(self, streams: int) -> list[str]:
+        self._waves += 1
+        names = [f"stream-{self._waves}-{number}" for number in range(streams)]
+        for number, name in enumerate(names):
+            parameters = SamplingParams(max_tokens=STREAM_TOKENS, ignore_eos=True, detokenize=False)
+            self._engine.add_request(name, prompt(STREAM_PROMPT, 9_000_000 + number), parameters)
+        for _ in range(10):
+            self._step()
+        return names
+
+    def _end(self, names: list[str]) -> None:
         self._engine.abort_request(names)
         while self._engine.has_unfinished_requests():
             self._engine.step()
-        return {"alone": alone, "steps": steps, "firsts": firsts, "cached": cached}
 
     def reset(self) -> None:
         """Drop the engine's own prefix cache, once no block is held by a save any more."""

@@ -7,7 +7,7 @@ that start without it, in `test_use.py`.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -140,61 +140,73 @@ def test_annotated_workloads_attach_with_all_of_it_applied_at_once_in_any_order(
 
 
 @contextmanager
-def payload(kubectl: Kubectl, installation: Installation, image: str) -> Iterator[None]:
-    """While another image is the payload's."""
+def payload(kubectl: Kubectl, installation: Installation) -> Iterator[Callable[..., None]]:
+    """Gives what changes the payload's `image` and `mode` (without one: as it was); in the end they are as before."""
     where = f"--namespace={installation.namespace}"
-    programs = ("operator", "webhook")
+    before = {
+        program: kubectl.get("deployment", f"orbitkv-{program}", installation.namespace)
+        for program in ("operator", "webhook")
+    }
 
-    def variable(program: str) -> str:
-        return f"ORBITKV_{program.upper()}_PAYLOAD_IMAGE"
-
-    def use(images: dict[str, str]) -> None:
-        for program in programs:
-            kubectl.run("set", "env", f"deployment/orbitkv-{program}", f"{variable(program)}={images[program]}", where)
-        for program in programs:
+    def use(**changed: str) -> None:
+        for program, found in before.items():
+            assert found is not None
+            prefix = f"ORBITKV_{program.upper()}_PAYLOAD_"
+            variables = {
+                each["name"]: each.get("value") for each in found["spec"]["template"]["spec"]["containers"][0]["env"]
+            }
+            wanted = {name: changed.get(name, variables[prefix + name.upper()]) for name in ("image", "mode")}
+            values = [f"{prefix}{name.upper()}={value}" for name, value in wanted.items()]
+            kubectl.run("set", "env", f"deployment/orbitkv-{program}", *values, where)
+        for program in before:
             kubectl.run("rollout", "status", f"deployment/orbitkv-{program}", "--timeout=90s", where, timeout=100)
 
-    before = {}
-    for program in programs:
-        found = kubectl.get("deployment", f"orbitkv-{program}", installation.namespace)
-        assert found is not None
-        env = found["spec"]["template"]["spec"]["containers"][0]["env"]
-        before[program] = next(each["value"] for each in env if each["name"] == variable(program))
     try:
-        use(dict.fromkeys(programs, image))
-        yield
+        yield use
     finally:
-        use(before)
+        use()
 
 
-def test_payload_that_no_node_can_pull_stops_injection_and_nothing_else(
+def test_payload_that_no_node_can_pull_stops_injection_and_an_image_volume_brings_it_too(
     kubectl: Kubectl, clean: Installation, engine_image: str
 ) -> None:
     namespace = clean.make_namespace()
-    with payload(kubectl, clean, "localhost/orbitkv/none:1"):
-        pool = clean.make_pool()  # its agents are ready without the payload
-        names_of_pods = iter(range(1000))
+    names_of_pods = iter(range(1000))
 
-        def reason() -> str:
-            name = f"engine-{next(names_of_pods)}"
-            metadata: Object = {"name": name, "namespace": namespace}
-            metadata["annotations"] = {names.ANNOTATION_CACHE_NAMESPACE: "chat"}
-            pod = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": strict(engine_image, "main")}
-            command = ("create", "--dry-run=server", "-o", "json", "-f", "-")
-            made = json.loads(kubectl.run(*command, stdin=json.dumps(pod)))
-            note = stamps.read_skip(made["metadata"]["annotations"])
-            return note.reason if note else ""
-
-        kubectl.until(lambda: reason() == "payload-pull-failing", "the payload to be found missing", timeout=60)
-        metadata: Object = {"name": "skipped", "namespace": namespace, "labels": {"app": "skipped"}}
+    def asking(name: str) -> Object:
+        metadata: Object = {"name": name, "namespace": namespace, "labels": {"app": name}}
         metadata["annotations"] = {names.ANNOTATION_CACHE_NAMESPACE: "chat"}
         spec = strict(engine_image, "main", nodeName=NODE)
-        kubectl.apply({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec})
+        return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
+
+    def told() -> str:
+        """Why a pod would be skipped, or how it would get the payload."""
+        command = ("create", "--dry-run=server", "-o", "json", "-f", "-")
+        made = json.loads(kubectl.run(*command, stdin=json.dumps(asking(f"engine-{next(names_of_pods)}"))))
+        annotations = made["metadata"].get("annotations", {})
+        note, stamp = stamps.read_skip(annotations), stamps.read_injected(annotations)
+        return note.reason if note else stamp.payload if stamp else ""
+
+    with payload(kubectl, clean) as use:
+        use(image="localhost/orbitkv/none:1")
+        pool = clean.make_pool()  # its agents are ready without the payload
+        kubectl.apply(cache_object("chat", namespace, pool))
+        kubectl.until(lambda: told() == "payload-pull-failing", "the payload to be found missing", timeout=60)
+        kubectl.apply(asking("skipped"))
         assert running(kubectl, namespace, "app=skipped")
         described = kubectl.run("describe", "pod", "skipped", f"--namespace={namespace}")
         assert stamps.ANNOTATION_SKIP_REASON in described and "payload-pull-failing: " in described
         agents = {pod["metadata"]["uid"] for pod in clean.agents(pool).values()}
-    kubectl.until(lambda: reason() == "", "pods to be injected again", timeout=60)
+
+        use(mode="imageVolume")
+        kubectl.until(lambda: told() == "imageVolume", "pods to be injected again, by image volume", timeout=60)
+        kubectl.apply(asking("by-image"))
+        assert "initContainers" not in running(kubectl, namespace, "app=by-image")["spec"]
+        engine = EnginePod(kubectl, "by-image", namespace)
+        place = kubectl.execute(engine.name, namespace, PYTHON, "-c", "import orbitkv; print(orbitkv.__file__)")
+        assert place.startswith(f"{names.PAYLOAD_PATH}/{names.PAYLOAD_IMAGE_FOLDER}/orbitkv/")
+        assert engine.run("save", cache=f"{namespace}/chat", count=10, patience=60)["kept"] == 10
+    kubectl.until(lambda: told() == "init", "the payload to be copied again", timeout=60)
 
     def whole() -> bool:
         statuses = [it for pod in clean.agents(pool).values() for it in pod["status"].get("containerStatuses", ())]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 
 import pytest
 
-from bench.processors import _program, between, total, used
+from bench.processors import Moment, _program, between, now, others, total, used
 
 
 @pytest.mark.parametrize(
@@ -33,3 +35,11 @@ def test_what_this_process_works_is_counted() -> None:
 
 def test_little_is_in_the_sum_and_not_named() -> None:
     assert between({"a": 1.0}, {"a": 2.0, "b": 0.5, "c": 0.001}, 10) == "150.1 (a 100.0, b 50.0)"
+
+
+def test_own_work_and_that_of_programs_that_were_started_is_not_the_others() -> None:
+    assert others(Moment(10, 500, 3), Moment(20, 515, 13)) == 0.5
+    assert others(Moment(10, 500, 3), Moment(20, 509, 13)) == 0, "counted in whole ticks"
+    before = now()
+    subprocess.run([sys.executable, "-c", "sum(range(5_000_000))"], check=True)
+    assert 0.05 < now().own - before.own < now().everybody - before.everybody + 0.1

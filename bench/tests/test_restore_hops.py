@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.restore_hops import BUILD, LOOK_UP, RESULTS, START, Calls, medians
+from bench.restore_hops import ALLOCATED, BUILD, HEARD, LOOK_UP, Calls, medians
 
 Row = tuple[str, float, float, list[int]]
 
@@ -13,11 +13,12 @@ def alone(tokens: int, began: float) -> list[Row]:
     """A restore that is looked up at `began`, sent 1 ms, seen 5 ms and scheduled 7 ms later."""
     return [
         (LOOK_UP, began, 0.0004, [tokens]),
-        (BUILD, began + 0.0005, 0.0, [1, 0]),
-        (START, began + 0.0008, 0.0002, []),
-        (RESULTS, began + 0.0011, 0.0, [0]),
+        (ALLOCATED, began + 0.0008, 0.0002, [tokens]),
+        (BUILD, began + 0.0011, 0.0, [0, 0]),
+        (HEARD, began + 0.0012, 0.0, [0]),
         (BUILD, began + 0.002, 0.0, [0, 0]),
-        (RESULTS, began + 0.0049, 0.0001, [1]),
+        (HEARD, began + 0.0049, 0.0001, [1]),
+        (ALLOCATED, began + 0.006, 0.0, [0]),
         (BUILD, began + 0.007, 0.0, [0, 16]),
     ]
 
@@ -40,11 +41,11 @@ def test_restores_side_by_side_are_left_out() -> None:
 def test_a_steps_calls_are_added_up_if_it_computes() -> None:
     rows: list[Row] = [
         (BUILD, 0.0, 0.00002, [0, 16]),
-        (START, 0.1, 0.00001, []),
-        (RESULTS, 0.2, 0.00003, [0]),
+        ("start_load_kv", 0.1, 0.00001, []),
+        (HEARD, 0.2, 0.00003, [0]),
         (LOOK_UP, 0.3, 0.00005, [0]),
         (BUILD, 0.4, 0.00001, [0, 0]),
-        (RESULTS, 0.5, 1.0, [0]),
+        (HEARD, 0.5, 1.0, [0]),
         (BUILD, 0.6, 0.0, [0, 16]),
     ]
     assert Calls(rows).microseconds_per_step() == pytest.approx([100.0])

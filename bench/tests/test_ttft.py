@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bench.restore_hops import BUILD, LOOK_UP, RESULTS, START
+from bench.restore_hops import ALLOCATED, BUILD, HEARD, LOOK_UP
 from bench.ttft import LONG, SHORT, Bench, apart, restored_bytes
 
 HIT_MS = 30.0
@@ -58,8 +58,8 @@ class FakeEngine:
     def _write_calls(self) -> None:
         one = [
             (LOOK_UP, 1.0, 0.0, [1008]),
-            (START, 1.001, 0.0, []),
-            (RESULTS, 1.004, 0.0, [1]),
+            (ALLOCATED, 1.001, 0.0, [1008]),
+            (HEARD, 1.004, 0.0, [1]),
             (BUILD, 1.006, 0.0, [0, 16]),
         ]
         self.calls.write_text(json.dumps([*one, (BUILD, 1.01, 0.0, [0, 0])]))

@@ -68,7 +68,7 @@ class Memory(Model):
     """The memory that each agent has for pages."""
 
     pool: Annotated[Size, Change.REPLACE] = Field(
-        description="Memory for pages on each node, for example 64Gi. It is taken when an agent starts."
+        description="Memory for pages on each node, for example 64Gi. It is set aside for the agent's pod."
     )
     query_budget_percent: Annotated[int, Change.LIVE] = Field(
         default=75, ge=1, le=100, description="Share of the pool that may be reserved for restores at one time."

@@ -15,9 +15,9 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -418,11 +418,13 @@ def test_pod_that_comes_with_its_namespace_is_judged_by_it(server: Server) -> No
 
 def test_whoever_makes_a_skipped_pod_is_told_at_once(server: Server, team: str) -> None:
     command = [server.kubectl.program, f"--kubeconfig={server.kubectl.kubeconfig}", f"--namespace={team}"]
-    pod = asking({ASK: "chat", "orbitkv.io/x": "y"})
+    pods = [asking({ASK: "chat", "orbitkv.io/x": "y"}), asking(None, ENGINE | {"name": UNLUCKY})]
+    both = json.dumps({"apiVersion": "v1", "kind": "List", "items": pods})
     done = subprocess.run(
-        [*command, "create", "-f", "-"], input=json.dumps(pod), capture_output=True, text=True, timeout=60, check=True
+        [*command, "create", "-f", "-"], input=both, capture_output=True, text=True, timeout=60, check=True
     )
     assert "Warning: OrbitKV: unknown-annotation: This release does not know orbitkv.io/x" in done.stderr
+    assert "Warning: OrbitKV: internal-error: The webhook failed on this pod" in done.stderr
 
 
 def test_default_of_a_namespace_and_the_way_out_of_it(server: Server) -> None:
@@ -602,6 +604,84 @@ def test_workload_made_with_its_annotation_has_the_copy_from_the_first_moment(se
     found = server.kubectl.get("deployment", "whole", team)
     assert found is not None
     assert templates(found) == [{ASK: "chat", stamps.ANNOTATION_MODE: "save_only", ANNOTATION_FROM: "owner"}]
+
+
+MEMBERS: Object = {
+    "leader": {"image": "vllm/vllm-openai:v0.11.0", "command": ["sh", "-c", "ray start --head; vllm serve a/b"]},
+    "worker": {"image": "registry/ray:2", "command": ["sh", "-c", "ray start --address=$(LEADER):6379 --block"]},
+}
+"""The containers of a model's pods that runs on several nodes: no engine is named on a worker."""
+
+
+def member_template(role: str, ask: dict[str, str]) -> Object:
+    metadata = {"labels": {"app": "group", "role": role}, "annotations": ask}
+    return {"metadata": metadata, "spec": {"containers": [{"name": role, **MEMBERS[role]}]}}
+
+
+def made_by_ray(server: Server, namespace: str, ask: dict[str, str]) -> list[Object]:
+    """The pods of a RayCluster: its operator makes them from the templates of its groups as they are."""
+    return [member_template(role, ask) for role in MEMBERS]
+
+
+def made_by_leader_worker_set(server: Server, namespace: str, ask: dict[str, str]) -> list[Object]:
+    """The pods of a LeaderWorkerSet: its controller makes a StatefulSet of each template, and that makes the pods."""
+    name = f"group-{len(server.kubectl.list_all('leaderworkerset', namespace))}"
+    both = {f"{role}Template": member_template(role, {}) for role in MEMBERS}
+    group = workload("LeaderWorkerSet", name, namespace, ask)
+    server.kubectl.apply(group | {"spec": {"replicas": 1, "leaderWorkerTemplate": {**both, "size": 2}}})
+    found = server.kubectl.get("leaderworkerset", name, namespace)
+    assert found is not None
+    owner = {key: found["metadata"][key] for key in ("name", "uid")} | {"controller": True}
+    owner |= {"apiVersion": found["apiVersion"], "kind": found["kind"]}
+    sets = []
+    for role in MEMBERS:
+        it = workload("StatefulSet", f"{name}-{role}", namespace)
+        it["metadata"]["ownerReferences"] = [owner]
+        it["spec"] |= {"selector": {"matchLabels": {"app": "group", "role": role}}}
+        it["spec"] |= {"template": found["spec"]["leaderWorkerTemplate"][f"{role}Template"]}
+        sets.append(it)
+    server.kubectl.apply(*sets)
+    return [
+        made["spec"]["template"]
+        for made in (server.kubectl.get("statefulset", it["metadata"]["name"], namespace) for it in sets)
+        if made is not None
+    ]
+
+
+@pytest.mark.parametrize("pods_of", [made_by_leader_worker_set, made_by_ray])
+def test_all_pods_of_a_group_are_treated_alike(
+    server: Server, team: str, pods_of: Callable[[Server, str, dict[str, str]], list[Object]]
+) -> None:
+    def made(ask: dict[str, str]) -> list[Object]:
+        templates = pods_of(server, team, ask)
+        assert [each["metadata"]["labels"]["role"] for each in templates] == list(MEMBERS)
+        return [
+            server.create(
+                {"apiVersion": "v1", "kind": "Pod", **each, "metadata": each["metadata"] | {"name": name}}, team
+            )
+            for name, each in ((f"{pods_of.__name__.replace('_', '-')}-{time.monotonic_ns()}", it) for it in templates)
+        ]
+
+    injected = made({ASK: "chat", stamps.ANNOTATION_MODE: "save_only"})
+    stamped_as = [stamps.read_injected(annotations_of(pod)) for pod in injected]
+    assert [stamp.container for stamp in stamped_as if stamp] == list(MEMBERS)
+    first, second = (replace(stamp, container="", engine="") for stamp in stamped_as if stamp)
+    assert first == second and first.namespace == f"{team}/chat"
+
+    def ours(pod: Object) -> Object:
+        (container,), spec = pod["spec"]["containers"], pod["spec"]
+        return {
+            "env": [each for each in container["env"] if each["name"].startswith(("ORBITKV_", "PYTHONPATH"))],
+            "mounts": [each for each in container["volumeMounts"] if each["name"].startswith("orbitkv-")],
+            "volumes": [each for each in spec["volumes"] if each["name"].startswith("orbitkv-")],
+            "init": [each | {"volumeMounts": None} for each in spec["initContainers"]],
+        }
+
+    assert ours(injected[0]) == ours(injected[1])
+    assert {"name": "ORBITKV_MODE", "value": "save_only"} in ours(injected[0])["env"]
+
+    skipped = {annotations_of(pod)[ANNOTATION_SKIP_REASON] for pod in made({ASK: "chat", "orbitkv.io/x": "y"})}
+    assert len(skipped) == 1 and skipped.pop().startswith("unknown-annotation: ")
 
 
 # ----------------------------------------------------------------------------------------------------- never in the way

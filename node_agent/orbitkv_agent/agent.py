@@ -37,6 +37,7 @@ from orbitkv.protocol.messages import (
     Reply,
     ResetInstance,
     RestoreDone,
+    StartLayeredRestore,
     StartRestore,
     Status,
     SubmitSaves,
@@ -242,6 +243,7 @@ class Agent:
                 CancelQuery: self._cancel,
                 Release: self._release,
                 StartRestore: self._start_restore,
+                StartLayeredRestore: self._start_restore,
                 RestoreDone: self._restore_done,
                 SubmitSaves: self._submit_saves,
                 CommitSave: self._commit_save,
@@ -466,7 +468,7 @@ def _tune_interpreter() -> None:
 
 
 def _raise_descriptor_limit() -> None:
-    """A session takes seven descriptors; the usual soft limit of 1024 is for programs that use select()."""
+    """A session takes up to ten descriptors; the usual soft limit of 1024 is for programs that use select()."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):  # where it may not be raised, fewer sessions find room
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -20,6 +20,7 @@ from orbitkv.protocol.messages import ConfigureNamespace
 from orbitkv_agent.admin import AdminConnection, AdminError, NoAgentError, parse_status
 from orbitkv_agent.config import AgentConfig, choices, describe_default
 from orbitkv_agent.config_sources import ConfigError, LoadedConfig, flag_name, load_config
+from orbitkv_agent.host_memory import memory_allowance
 from orbitkv_agent.logs import set_up_logging, written_by_a_thread
 from orbitkv_agent.observe.snapshot import Snapshot
 from orbitkv_agent.observe.status import render_status
@@ -173,11 +174,21 @@ def _serve(options: argparse.Namespace) -> int:
     config = loaded.config
     set_up_logging(config.log_level, config.log_format)
     logger.info("pool sized", extra={"pool_bytes": config.pool_bytes, "given_by": loaded.sources["pool"]})
+    allowance = memory_allowance()
+    if config.pool_bytes > allowance.size:
+        logger.warning(
+            "the pool is larger than what this process may use, %s (%s): it will be killed before the pool is full; "
+            "lower --pool",
+            format_quantity(allowance.size),
+            allowance.source,
+        )
 
     from orbitkv.cuda import CudaUnavailableError
     from orbitkv_agent.agent import Agent  # the other commands need none of it
+    from orbitkv_agent.sessions.peers import keep_peers_out
     from orbitkv_agent.sessions.server import SocketTakenError
 
+    keep_peers_out()  # before anybody can connect
     try:
         agent = Agent(config)
     except (OSError, SocketTakenError) as error:  # a socket or an address cannot be had; the message names it

@@ -163,7 +163,7 @@ class AgentConfig(BaseModel):
         json_schema_extra=_default("chosen from the pool"),
     )
     prefault: bool = Field(
-        default=True, description="Touch the pool's memory at start, so that no copy waits for it later."
+        default=True, description="Touch memory for pages before it is needed, so that no copy waits for it."
     )
     query_budget_percent: int = Field(
         default=75, ge=1, le=100, description="Share of the pool that may be reserved for restores at one time."

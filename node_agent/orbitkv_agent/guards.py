@@ -15,6 +15,7 @@ __all__ = ["NAMES", "guard"]
 NAMES: Final = frozenset(
     {
         "held-copies",  # memory is reused only after the copies on it are known to have ended
+        "taken-back",  # what an engine's process took back is never handed to a GPU
         "mapping-drained",  # an engine's memory is given back only when no copy runs on it
         "copied-commit",  # a page becomes visible only when all of its bytes are in place
         "live-lease",  # an answer is given again only while its leases live

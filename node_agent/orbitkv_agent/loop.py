@@ -103,6 +103,11 @@ class Loop:
         woken up, which other threads would use to take the interpreter."""
         self._next.append(callback)
 
+    @property
+    def turn_s(self) -> float:
+        """Processor time that this turn took so far, in seconds. For the owner thread only."""
+        return time.thread_time() - self._thread_time
+
     # ----------------------------------------------------------------------------------------- descriptors
 
     def watch(self, fd: int, events: int, handler: Callable[[int], None]) -> None:

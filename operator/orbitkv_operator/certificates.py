@@ -14,6 +14,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Final
 
 from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
@@ -29,6 +30,10 @@ ANNOUNCED: Final = timedelta(minutes=10)
 
 CA_CERT, CA_KEY, NEXT_CERT, NEXT_KEY = "ca-signing.crt", "ca-signing.key", "ca-next.crt", "ca-next.key"
 BUNDLE, CERT, KEY = "ca.crt", "tls.crt", "tls.key"
+
+
+_UNUSABLE: Final = (ValueError, TypeError, UnsupportedAlgorithm)
+"""What the library says of what is no certificate or key, of a key behind a password, and of a kind unknown to it."""
 
 
 class CertificateError(Exception):
@@ -61,7 +66,7 @@ def read(data: dict[str, str] | None) -> Serving:
         key = serialization.load_pem_private_key(found[KEY], None)
         if key.public_key() != certificate.public_key():
             raise CertificateError(f"{KEY} is not the key of {CERT}")
-    except ValueError as error:
+    except _UNUSABLE as error:
         raise CertificateError(f"it cannot be read: {error}") from None
     return Serving(found[CERT], found[KEY], found[BUNDLE], certificate.not_valid_after_utc)
 
@@ -76,7 +81,7 @@ def renewed(data: dict[str, str] | None, names: Sequence[str], now: datetime | N
     moment = now or datetime.now(UTC)
     try:
         present = _Content.read(data)
-    except (ValueError, KeyError):
+    except (*_UNUSABLE, KeyError):
         present = None
     wanted = _next_content(present, names, moment)
     return None if wanted is present else wanted.write()

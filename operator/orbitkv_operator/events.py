@@ -17,6 +17,8 @@ logger = logging.getLogger(__name__)
 
 QUIET_SECONDS: Final = 600.0
 """Time in which the same words about the same object are not said again."""
+LONGEST_NOTE: Final = 1024
+"""Bytes: with more the apiserver takes none of it."""
 _MOST: Final = 5000
 
 
@@ -66,7 +68,7 @@ class Events:
                     "eventTime": moment,
                     "type": kind,
                     "reason": reason[:128],
-                    "note": message[:1024],
+                    "note": message.encode()[:LONGEST_NOTE].decode(errors="ignore"),
                     "action": action,
                     "regarding": regarding,
                     "reportingController": "orbitkv.io/operator",

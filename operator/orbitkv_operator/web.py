@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import socket
 import threading
+from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Final, NamedTuple
 
@@ -18,7 +20,8 @@ logger = logging.getLogger(__name__)
 
 CLIENT_SECONDS: Final = 5.0
 MAX_REQUESTS: Final = 16
-"""Requests that are served at one time; more are turned away."""
+"""Connections that are served at one time. One more takes the place of another: the kubelet's probe gets in, however
+many hold on to theirs."""
 
 
 class Answer(NamedTuple):
@@ -109,7 +112,10 @@ class _Server(ThreadingHTTPServer):
 
     def __init__(self, port: int, answer: Answerer) -> None:
         self.answer = answer
-        self._slots = threading.BoundedSemaphore(MAX_REQUESTS)
+        # Invariant: `_served` are the connections that are open and that nobody pushed out, oldest first, with their
+        # addresses; each is closed only after it was taken out. Nothing waits under the lock.
+        self._lock = threading.Lock()
+        self._served: dict[Any, str] = {}
         super().__init__(("", port), _Handler)
 
     def server_bind(self) -> None:
@@ -120,18 +126,27 @@ class _Server(ThreadingHTTPServer):
         self.server_name, self.server_port = "orbitkv-operator", int(self.server_address[1])
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Serve it in a thread if one is free, else close it."""
-        if self._slots.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
+        """Serve a connection in a thread; where all places are taken, in the place of another."""
+        with self._lock:
+            if len(self._served) >= MAX_REQUESTS:
+                self._push_out()
+            self._served[request] = client_address[0]
+        super().process_request(request, client_address)
 
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Serve it and give the slot back."""
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._slots.release()
+    def shutdown_request(self, request: Any) -> None:
+        """Give a connection's place back and close it."""
+        with self._lock:
+            self._served.pop(request, None)
+        super().shutdown_request(request)
+
+    def _push_out(self) -> None:
+        """End the oldest connection of whoever has most: a crowd from one address pushes out itself."""
+        of_each = Counter(self._served.values())
+        most = max(of_each.values())
+        oldest = next(request for request, address in self._served.items() if of_each[address] == most)
+        del self._served[oldest]
+        with suppress(OSError):  # the client has ended it already
+            oldest.shutdown(socket.SHUT_RDWR)  # its thread notices, and closes it
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that breaks off is no event."""

@@ -125,6 +125,25 @@ def test_a_large_restore_in_many_chunks_is_exact(agent: AgentProcess) -> None:
             assert torch.equal(raw(view)[150:].flip(0)[:140], raw(view)[torch.from_numpy(sources).cuda()])
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layers_come_one_after_the_other_where_that_is_asked_for(agent: AgentProcess, layout: str) -> None:
+    with engine(agent, layout=layout, blocks=600) as it:
+        it.scramble()
+        hashes = numbered_hashes(290)
+        it.save(hashes, np.arange(290), it.point())
+        _, lease = it.lease(hashes)
+        restore = it.client.start_restore(it.registration, lease, [np.arange(290) + 300], layer_order=True)
+        assert it.client.wait_restore_enqueued(restore, 10)
+        seen = [it.client.layers_ready(restore)]
+        while not restore.status.final:
+            seen.append(it.client.layers_ready(restore))
+            os.sched_yield()  # the client's own thread needs the interpreter too
+        for layer, view in enumerate(it.views):
+            assert it.client.wait_layer(restore, layer, 10)
+            assert torch.equal(raw(view)[300:590], raw(view)[:290])
+        assert seen == sorted(seen) and len(set(seen)) > 3, f"layers came together: {sorted(set(seen))}"
+
+
 def test_a_falsified_stride_is_caught_by_the_proof(agent: AgentProcess) -> None:
     from tools.harness.gpu_engine import GpuEngine, Shape
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from tools.harness.process import ManagedProcess, ProcessError
+from tools.harness.process import ManagedProcess, ProcessError, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS = 240.0
@@ -25,6 +25,8 @@ ANSWER_SECONDS = 120.0
 
 DEVICE = os.environ.get("ORBITKV_TEST_DEVICE", "cpu")
 """What engines and agents run on here: "cpu" or "cuda"."""
+
+NURSERY = "ORBITKV_TEST_NURSERY"
 
 ENGINE_ARGUMENTS: dict[str, Any] = {
     "block_size": 32,
@@ -48,7 +50,7 @@ def engine_python() -> str:
     return os.environ.get("ORBITKV_ENGINE_PYTHON") or sys.executable
 
 
-def engine_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+def engine_environment(extra: Mapping[str, str] | None = None, device: str = DEVICE) -> dict[str, str]:
     """Variables for a process that runs vLLM here: offline, with 1 GiB for the KV cache, and OrbitKV on its path."""
     return {
         **os.environ,
@@ -60,7 +62,8 @@ def engine_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # and one thread: threads bound to busy cores wait for each other
         "OMP_NUM_THREADS": "1",
         # vLLM compiles some of the sampler on first use: 20 s, and it needs a C++ compiler. CUDA graphs need compiling.
-        **({"TORCHDYNAMO_DISABLE": "1"} if DEVICE == "cpu" else {}),
+        **({"TORCHDYNAMO_DISABLE": "1"} if device == "cpu" else {}),
+        "ORBITKV_TEST_DEVICE": device,
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # the questions about blocks are functions, sent to the ranks
         **(extra or {}),
     }
@@ -127,31 +130,62 @@ class EngineSpec:
 
 
 class Nursery:
-    """A process that has imported vLLM and forks engines, so that each start saves the 15 seconds of that."""
+    """A process that has imported vLLM and forks engines, so that each start saves the 15 seconds of that.
 
-    def __init__(self, folder: Path) -> None:
-        self._listener = listen(folder / "nursery.sock")
-        command = [engine_python(), "-m", "tools.harness.engine_driver", "--nursery", str(folder / "nursery.sock")]
-        self._process = ManagedProcess("the nursery of engines", command, folder / "nursery.log", engine_environment())
+    It ends when nobody is connected to it any more. Where ORBITKV_TEST_NURSERY names the socket of another test
+    session's, that one is used: sessions side by side then import vLLM once.
+    """
+
+    def __init__(self, folder: Path, device: str = DEVICE) -> None:
+        shared = os.environ.get(NURSERY)
+        self.socket = Path(shared) if shared else folder / "nursery.sock"
+        self._process: ManagedProcess | None = None
+        if not shared:
+            command = [engine_python(), "-m", "tools.harness.engine_driver", "--nursery", str(self.socket)]
+            environment = engine_environment(device=device)
+            self._process = ManagedProcess("the nursery of engines", command, folder / "nursery.log", environment)
         self._stream: Stream | None = None
 
     def fork(self, socket_path: Path, log: Path, environment: Mapping[str, str]) -> None:
         """Forks a process that connects to `socket_path` and becomes an engine."""
+        order = {"socket": str(socket_path), "log": str(log), "environment": dict(environment)}
+        self.ready().write(order)
+
+    def ready(self) -> "Stream":
+        """Waits until vLLM is imported. Raises ProcessError with its log if that fails."""
         if self._stream is None:
-            self._stream = Stream(accept(self._listener, self._process, START_SECONDS), self._process)
-            self._stream.read(START_SECONDS)
-        self._stream.write({"socket": str(socket_path), "log": str(log), "environment": dict(environment)})
+            self._stream = Stream(wait_until(self._connect, "vLLM is imported", START_SECONDS), self)
+        return self._stream
+
+    def _connect(self) -> socket.socket | None:
+        connection = socket.socket(socket.AF_UNIX)
+        try:
+            connection.connect(str(self.socket))
+        except (FileNotFoundError, ConnectionRefusedError):
+            connection.close()
+            if self._process is not None and not self._process.running():
+                raise self._process.failure("ended before it was ready") from None
+            return None
+        return connection
+
+    def failure(self, what: str) -> ProcessError:
+        """An error about it, with the end of its log."""
+        if self._process is None:
+            return ProcessError(f"the nursery of engines at {self.socket} {what}")
+        return self._process.failure(what)
 
     def close(self) -> None:
-        """Ends the nursery; its engines live on."""
-        self._process.stop()
-        self._listener.close()
+        """Leaves the nursery, ends it if it is this session's own; its engines live on."""
+        if self._stream is not None:
+            self._stream.close()
+        if self._process is not None:
+            self._process.stop()
 
 
 class Stream:
     """JSON lines to and from a driver."""
 
-    def __init__(self, connection: socket.socket, process: "ManagedProcess | EngineProcess") -> None:
+    def __init__(self, connection: socket.socket, process: "ManagedProcess | EngineProcess | Nursery") -> None:
         self._connection = connection
         self._lines = connection.makefile("r")
         self._process = process

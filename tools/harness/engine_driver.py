@@ -22,6 +22,7 @@ from typing import Any
 from tools.harness import block_bytes, connector_time, kv_events
 from tools.harness.engine import DEVICE
 
+LOOK_SECONDS = 5.0
 IDLE_SECONDS = 0.001
 """vLLM's own loop sleeps this long after a step that ran no model."""
 
@@ -58,10 +59,12 @@ class Driver:
         self._prefill: dict[str, Any] = {}
         self._answers: dict[str, dict[str, Any]] = {}
         self._preemptions: dict[str, int] = {}
-        self._steps: list[tuple[float, float]] = []
+        self._steps: list[tuple[float, float, int]] = []
+        self._scheduled = 0
         self._clock = connector_time.Clock(self.scheduler.connector)
         self.held = False
         self._listen_to_prefill()
+        self._listen_to_scheduler()
 
     def _listen_to_prefill(self) -> None:
         """Keeps vLLM's own count of where each request's prompt tokens came from:
@@ -76,6 +79,16 @@ class Driver:
 
         self.engine.output_processor.process_outputs = listening
 
+    def _listen_to_scheduler(self) -> None:
+        schedule = self.scheduler.schedule
+
+        def listening(*args: Any, **kwargs: Any) -> Any:
+            output = schedule(*args, **kwargs)
+            self._scheduled = output.total_num_scheduled_tokens
+            return output
+
+        self.scheduler.schedule = listening
+
     # ------------------------------------------------------------------------------------------------------- stepping
 
     def has_work(self) -> bool:
@@ -84,8 +97,9 @@ class Driver:
 
     def _step(self) -> None:
         started = time.perf_counter()
+        self._scheduled = 0
         outputs = self.engine.step()
-        self._steps.append(((time.perf_counter() - started) * 1000, self._clock.take_ms()))
+        self._steps.append(((time.perf_counter() - started) * 1000, self._clock.take_ms(), self._scheduled))
         for inside, request in self.scheduler.requests.items():
             if request.num_preemptions:
                 self._preemptions[self._names.get(inside, inside)] = request.num_preemptions
@@ -244,8 +258,9 @@ class Driver:
         """How many blocks no request uses."""
         return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
-    def steps(self) -> list[tuple[float, float]]:
-        """For each step since the last call, how long it took and how much of that the connector, in ms."""
+    def steps(self) -> list[tuple[float, float, int]]:
+        """For each step since the last call, how long it took and how much of that the connector, in ms, and how many
+        tokens it computed."""
         steps, self._steps = self._steps, []
         return steps
 
@@ -312,7 +327,9 @@ def send(stream: socket.socket, message: dict[str, Any]) -> None:
 
 
 def nursery(path: str) -> None:
-    """Imports vLLM, then forks a process for each line: its socket, its log, and the variables that it needs."""
+    """Imports vLLM, listens, then forks a process for each line: its socket, its log, and the variables that it needs.
+    Ends when the last of its clients has gone, or before one came the process that started it."""
+    parent = os.getppid()
     import vllm.model_executor.models.llama
     import vllm.v1.engine.llm_engine
 
@@ -321,20 +338,42 @@ def nursery(path: str) -> None:
     else:
         import vllm.v1.worker.cpu_worker  # noqa: F401
 
-    stream = connect(path)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the engines
-    send(stream, {"result": "ready"})
-    for line in stream.makefile("r"):
-        order = json.loads(line)
-        if os.fork() == 0:
-            stream.close()
-            os.setsid()
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-            os.dup2(log, 1)
-            os.dup2(log, 2)
-            os.environ.update(order["environment"])
-            run(order["socket"])
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(path)
+    listener.listen()
+    clients: dict[socket.socket, bytes] = {}  # and what of a line has come
+    while clients or os.getppid() == parent:
+        for stream in select.select([listener, *clients], [], [], LOOK_SECONDS)[0]:
+            if stream is listener:
+                clients[listener.accept()[0]] = b""
+                continue
+            try:
+                received = stream.recv(1 << 16)
+            except ConnectionResetError:
+                received = b""
+            *orders, clients[stream] = (clients[stream] + received).split(b"\n")
+            for order in orders:
+                if os.fork() == 0:
+                    for inherited in (listener, *clients):
+                        inherited.close()
+                    become_engine(json.loads(order))
+            if not received:
+                del clients[stream]
+                stream.close()
+                if not clients:
+                    return
+
+
+def become_engine(order: dict[str, Any]) -> None:
+    """What a forked process does."""
+    os.setsid()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ.update(order["environment"])
+    run(order["socket"])
 
 
 def run(path: str) -> None:

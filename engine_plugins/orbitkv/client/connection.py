@@ -29,13 +29,14 @@ from orbitkv.protocol.shortcut import BEFORE, MOST_BYTES, REPLY, REQUEST, STORES
 _TIMEVAL = struct.Struct("ll")
 _CREDENTIALS = struct.Struct("iII")
 _RECEIVE_BYTES = 1 << 16
+_LARGEST_FRAME = framing.MAX_FRAME_BYTES + framing.HEADER.size
 _BUSY_POLL_S = 200e-6 if len(os.sched_getaffinity(0)) > 1 else 0.0
 """Most replies come sooner, and being woken up for one takes a good part of that time."""
 _IN_VAIN_COSTS = 8
 """Looking pays while fewer than one look in so many is in vain; more often others want the processors."""
 _MOST_CREDIT = 4 * _IN_VAIN_COSTS
 _SHORTEST_PAUSE_S = 5e-3
-_LONGEST_PAUSE_S = 1.0
+_LONGEST_PAUSE_S = 0.2
 """So long calls sleep at once then. The kernel lets a thread that slept go first when its reply is there; one that
 spent its share on looking waits until another one's is spent, for milliseconds. What only passes by is worth a short
 pause; where it happens again sooner than the last pause was long, the pause is doubled."""
@@ -121,12 +122,13 @@ class Connection:
         called when the connection is lost before.
 
         Raises:
-            OrbitKVError: UNAVAILABLE, the connection is lost.
+            OrbitKVError: UNAVAILABLE, the connection is lost; INVALID, the request is too large.
         """
         self.check()
         sequence = self._next_sequence()
+        frame = _frame(request, sequence)
         self._answered[sequence] = answered
-        self._push(framing.encode(request, sequence))
+        self._push(frame)
 
     def _next_sequence(self) -> int:
         return next(self._sequences) % 0xFFFFFFFF + 1
@@ -136,7 +138,7 @@ class Connection:
 
         Raises:
             OrbitKVError: TIMEOUT, no reply in time (it may still come, and then goes to `on_late_reply`); UNAVAILABLE,
-                the connection ended; otherwise what the agent refused.
+                the connection ended; INVALID, the request is too large; otherwise what the agent refused.
         """
         return self._exchange(request, timeout_ms, None)
 
@@ -211,7 +213,7 @@ class Connection:
         left_s = timeout_ms / 1000
         deadline = time.perf_counter() + left_s
         sequence = self._next_sequence()
-        frame = framing.encode(request, sequence)
+        frame = _frame(request, sequence)
         answer: Reply | None = None
         body = self._by_shortcut(sequence, frame, left_s) if self._soon and descriptors is None else None
         if body:
@@ -248,11 +250,14 @@ class Connection:
         shortcut.put(REQUEST, sequence, frame)
         end = start + min(left_s, _BUSY_POLL_S)
         try:
+            now = start
             while words[REPLY] != sequence:
-                os.sched_yield()  # to who makes the reply, if it has to share this processor
-                if (now := clock()) > end:
+                if now > end:
                     self._looked(now, in_vain=True)
+                    self._soon = False  # it has been looked for
                     return None
+                now = clock()  # before the yield, which may take all the time that there is, and bring the reply
+                os.sched_yield()  # to who makes the reply, if it has to share this processor
         except BaseException:  # nobody will look there: have the reply come as a late one, which the next call reads
             self._soon = False
             with contextlib.suppress(OrbitKVError):
@@ -311,12 +316,12 @@ class Connection:
 
     def _receive(self, left_s: float, descriptors: list[int] | None) -> list[tuple[int, Any]]:
         """Wait for input; return the frames that are whole now. A body is valid until the next call."""
+        soon, self._soon = self._soon, False  # unless it comes: the next call by the socket finds it as a late one
         if left_s <= 0:
-            self._soon = False  # the next call goes by the socket, where it finds the late reply
             raise self._timeout()
         start = time.perf_counter()
         try:
-            if self._soon and start >= self._crowded_until:
+            if soon and start >= self._crowded_until:
                 end = start + min(left_s, _BUSY_POLL_S)
                 now = self._look(end)
                 self._looked(now, in_vain=now > end)
@@ -325,8 +330,7 @@ class Connection:
             return []
         except OSError as error:
             raise self._break(f"receiving failed: {error.strerror}") from None
-        finally:
-            self._soon = time.perf_counter() - start < _BUSY_POLL_S
+        self._soon = time.perf_counter() - start < _BUSY_POLL_S
         return self._frames(data)
 
     @classmethod
@@ -389,6 +393,17 @@ class Connection:
 
     def _timeout(self) -> OrbitKVError:
         return OrbitKVError(ErrorKind.TIMEOUT, f"the OrbitKV agent at {self.path} did not answer in time")
+
+
+def _frame(request: Request, sequence: int) -> bytes:
+    """The request as a frame that the agent takes: a larger one would cost the connection."""
+    frame = framing.encode(request, sequence)
+    if len(frame) > _LARGEST_FRAME:
+        raise OrbitKVError(
+            ErrorKind.INVALID,
+            f"a request of {len(frame)} bytes; at most {_LARGEST_FRAME} are accepted: ask for, or save, fewer pages",
+        )
+    return frame
 
 
 def _connect(path: str, timeout_ms: int) -> socket.socket:

@@ -109,8 +109,12 @@ class RestoreHandle:
     @property
     def layers_ready(self) -> int:
         """Number of layers whose bytes are in place: all once it is done; in `layer_order` they come one by one."""
-        if self.status is RestoreStatus.DONE:
+        status = self.status
+        if status is RestoreStatus.DONE:
             return self.registration.layers
+        if status is RestoreStatus.ENQUEUED and self._record is not None:
+            records, ref = self._record
+            self._layers_ready = max(self._layers_ready, records.layers(ref))
         return self._layers_ready
 
     def layers_in_place(self, layers: int) -> None:

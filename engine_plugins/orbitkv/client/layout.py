@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +12,9 @@ from orbitkv.protocol.errors import ErrorKind, OrbitKVError
 from orbitkv.protocol.messages import GroupGeometry
 
 Int64 = npt.NDArray[np.int64]
+
+FEW: Final = 32
+"""Block ids up to this number are looked at one by one."""
 
 
 class GroupLayout:
@@ -44,12 +48,13 @@ class GroupLayout:
         """
         if blocks.size == 0:
             return
-        ordered = np.sort(blocks)
+        few = blocks.size <= FEW  # then a call of numpy costs as much as a dozen of them
+        ordered: Any = sorted(blocks.tolist()) if few else np.sort(blocks)
         low, high = int(ordered[0]), int(ordered[-1])
         if low < 0 or high >= self.blocks:
             raise OrbitKVError(
                 ErrorKind.INVALID,
                 f"blocks: group {self.group} has blocks 0 to {self.blocks - 1}, asked for {low if low < 0 else high}",
             )
-        if destination and (ordered[1:] == ordered[:-1]).any():
+        if destination and (len(set(ordered)) < len(ordered) if few else (ordered[1:] == ordered[:-1]).any()):
             raise OrbitKVError(ErrorKind.INVALID, f"blocks: a block of group {self.group} is named twice")

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from orbitkv.protocol.errors import ErrorKind, OrbitKVError
 from orbitkv.protocol.messages import Goodbye, Hello, JoinSession, Ping, RenewToken, Reply, Welcome
+from orbitkv.protocol.permit import Withdrawal
 from orbitkv.protocol.records import RecordReader
 
 from .connection import Connection
@@ -71,12 +72,12 @@ class Session:
         try:
             hello = Hello(cache_namespace=endpoint.cache_namespace, token=token, client=endpoint.name)
             reply, descriptors = self.connection.call_for_descriptors(hello, endpoint.timeout_ms)
-            if not isinstance(reply, Welcome) or len(descriptors) != 2 + reply.records_version:
+            if not isinstance(reply, Welcome) or len(descriptors) != (5 if reply.records_version > 1 else 3):
                 raise OrbitKVError(
                     ErrorKind.INCOMPATIBLE, f"{endpoint.path} answered the handshake with {type(reply).__name__}"
                 )
             self.records = RecordReader(descriptors[0])
-            for fd in descriptors[3:]:
+            for fd in descriptors[3:4]:
                 self.connection.use_shortcut(fd)
                 os.close(fd)
         except BaseException:
@@ -88,6 +89,8 @@ class Session:
         self.welcome: Welcome = reply
         self.hint_fd = descriptors[1]
         self.agent_pidfd = descriptors[2]
+        self._permit_fd = descriptors[4] if len(descriptors) > 4 else -1
+        self.withdrawal = Withdrawal(self._permit_fd)
         self._liveness = select.poll()
         self._liveness.register(self.agent_pidfd, select.POLLIN)
         self._ending = threading.Event()
@@ -127,6 +130,8 @@ class Session:
         self.records.close()
         os.close(self.hint_fd)
         os.close(self.agent_pidfd)
+        if self._permit_fd >= 0:
+            os.close(self._permit_fd)
 
     def _keep_up(self, endpoint: Endpoint, token: bytes) -> None:
         """Send heartbeats where the agent needs them, and each newer token: a session does not outlive its token."""

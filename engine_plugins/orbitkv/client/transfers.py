@@ -253,7 +253,7 @@ class Transfers:
         elif self._agent is not None:
             self._agent.restore(work)
             if self._ended:  # perhaps nobody looks after it any more
-                self._agent.drain()
+                self._agent.drain(reads=False)
             return
         else:
             self._restores.append(work)
@@ -295,7 +295,7 @@ class Transfers:
             self._ended = True  # before the queues are emptied: whoever queues after that sees it
             self._fail_all()
             if self._agent is not None:
-                self._agent.drain()
+                self._agent.drain(reads=True)
                 self._fail_all()
             self._arenas.close()
 
@@ -329,7 +329,8 @@ class Transfers:
     def _wait(self) -> None:
         connection = self._session.connection
         self._poll.modify(connection.fileno(), select.POLLIN | (select.POLLOUT if connection.unsent else 0))
-        for fd, events in self._poll.poll():
+        longest_s = None if self._agent is None else self._agent.watch()
+        for fd, events in self._poll.poll(None if longest_s is None else max(0.0, longest_s) * 1000 + 1):
             if fd == self._session.agent_pidfd:
                 raise OrbitKVError(ErrorKind.UNAVAILABLE, f"the OrbitKV agent at {self._endpoint.path} ended")
             if fd == connection.fileno():
@@ -339,7 +340,7 @@ class Transfers:
                 connection.take_late_replies()
                 continue
             with contextlib.suppress(BlockingIOError):
-                os.eventfd_read(fd)
+                os.read(fd, _HINTS_BYTES)
 
     def _answer(self, work: Callable[[], Any], future: Future[Any]) -> None:
         try:
@@ -494,6 +495,8 @@ class Transfers:
             connection.send_only(Unregister(reply.registration))
 
 
+_HINTS_BYTES = 4096
+"""All hints that came; the agent's are a pipe, or an eventfd in earlier releases."""
 _REGISTER_MS = 120_000
 _CLOSE_S = 10
 """Longest wait for copies that the agent makes, when a client is closed."""

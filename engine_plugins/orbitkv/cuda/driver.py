@@ -132,9 +132,19 @@ class Driver(Protocol):
         """Sleep until what the event stands for is done."""
 
     def copy(
-        self, destinations: Addresses, sources: Addresses, sizes: Addresses, stream: int, *, to_device: bool
+        self,
+        destinations: Addresses,
+        sources: Addresses,
+        sizes: Addresses,
+        stream: int,
+        *,
+        to_device: bool,
+        soon: bool = False,
     ) -> None:
-        """Submit copies between pinned host memory and device memory, (n,) each, in no particular order."""
+        """Submit copies between pinned host memory and device memory, (n,) each, in no particular order.
+
+        `soon`: the GPU has nothing else to do. It gets the first one by itself, and begins while the others follow.
+        """
 
     def write_word(self, stream: int, address: int, value: int) -> None:
         """Have a 64-bit word of pinned host memory written once all that was enqueued on the stream before is done."""
@@ -404,12 +414,22 @@ class LibCuda:
         self._call("cuEventSynchronize", event)
 
     def copy(
-        self, destinations: Addresses, sources: Addresses, sizes: Addresses, stream: int, *, to_device: bool
+        self,
+        destinations: Addresses,
+        sources: Addresses,
+        sizes: Addresses,
+        stream: int,
+        *,
+        to_device: bool,
+        soon: bool = False,
     ) -> None:
         """See `Driver`."""
         if self._batch is None:
             self._copy_each(destinations, sources, sizes, stream, to_device=to_device)
             return
+        if soon and len(sizes) > 1:
+            self._copy_each(destinations[:1], sources[:1], sizes[:1], stream, to_device=to_device)
+            destinations, sources, sizes = destinations[1:], sources[1:], sizes[1:]
         arguments: list[Any] = [destinations.ctypes.data, sources.ctypes.data, sizes.ctypes.data, len(sizes)]
         arguments += [ctypes.byref(self._attributes), ctypes.byref(self._first), 1]
         if self._tells_failed:

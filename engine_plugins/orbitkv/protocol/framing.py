@@ -16,8 +16,8 @@ import msgspec
 from orbitkv.protocol.messages import Reply, Request
 
 HEADER: Final = struct.Struct("<II")
-MAX_FRAME_BYTES: Final = 32 << 20
-"""Largest body after the session is open: a query of a million hashes fits."""
+MAX_FRAME_BYTES: Final = 8 << 20
+"""Largest body after the session is open: a query of a quarter of a million hashes fits."""
 MAX_HELLO_BYTES: Final = 64 << 10
 """Largest body before."""
 MAX_DESCRIPTORS: Final = 250
@@ -84,15 +84,16 @@ class FrameReader:
         buffer += data
         frames: list[tuple[int, Any]] = []
         start = 0
-        while len(buffer) - start >= HEADER.size:
-            length, sequence = HEADER.unpack_from(buffer, start)
-            if length > self.max_bytes:
-                raise FrameError(f"a frame of {length} bytes; at most {self.max_bytes} are accepted here")
-            end = start + HEADER.size + length
-            if len(buffer) < end:
-                break
-            frames.append((sequence, bytes(buffer[start + HEADER.size : end])))
-            start = end
+        with memoryview(buffer) as view:
+            while len(buffer) - start >= HEADER.size:
+                length, sequence = HEADER.unpack_from(buffer, start)
+                if length > self.max_bytes:
+                    raise FrameError(f"a frame of {length} bytes; at most {self.max_bytes} are accepted here")
+                end = start + HEADER.size + length
+                if len(buffer) < end:
+                    break
+                frames.append((sequence, bytes(view[start + HEADER.size : end])))
+                start = end
         del buffer[:start]
         return frames
 

@@ -10,11 +10,15 @@ Words used here are those of the documentation (`docs/concepts.md`): page, group
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, Final
 
 import msgspec
 
 from orbitkv.protocol.versions import MESSAGES, PAGE_IMAGE, RECORDS, VersionRange
+
+FEW: Final = msgspec.Meta(max_length=1024)
+MANY: Final = msgspec.Meta(max_length=65_536)
+"""Longest lists in requests: one request must not keep the agent from others, and is refused before it is read."""
 
 
 class Message(msgspec.Struct, array_like=True, tag_field="t", forbid_unknown_fields=True, gc=False):
@@ -101,8 +105,8 @@ class Hello(Message, tag=1):
 
 
 class Welcome(Message, tag=2):
-    """The session is open. Descriptors that come along: completion records (read-only), hint eventfd, agent's pidfd,
-    and from version 2 of the records on the shortcut.
+    """The session is open. Descriptors that come along: completion records (read-only), hint (a pipe), agent's pidfd,
+    and from version 2 of the records on the shortcut and the permit.
 
     Sizes in bytes, times in milliseconds.
     """
@@ -241,7 +245,7 @@ class GroupGeometry(Part):
     group: int
     kind: str
     block_tokens: int
-    layers: list[LayerRegion]
+    layers: Annotated[list[LayerRegion], MANY]
 
 
 class Ranks(Name, frozen=True):
@@ -267,8 +271,8 @@ class Register(Message, tag=12):
     model_identity: str
     model: str
     device: str
-    allocations: list[Allocation]
-    groups: list[GroupGeometry]
+    allocations: Annotated[list[Allocation], MANY]
+    groups: Annotated[list[GroupGeometry], FEW]
     used: bool = False
 
 
@@ -339,7 +343,7 @@ class Query(Message, tag=20):
     instance: Instance
     operation: int
     revision: int
-    hashes: list[GroupHashes]
+    hashes: Annotated[list[GroupHashes], FEW]
     max_wait_ms: int = 2000
     wait_for_full_prefix: bool = False
     proof: bool = False
@@ -389,13 +393,13 @@ class Nothing(Message, tag=24):
 class CancelQuery(Message, tag=25):
     """Withdraw interest. A lease that was promised and not consumed returns."""
 
-    operations: list[int]
+    operations: Annotated[list[int], MANY]
 
 
 class Release(Message, tag=26):
     """Give leases back unused."""
 
-    leases: list[int]
+    leases: Annotated[list[int], MANY]
 
 
 # ------------------------------------------------------------------------------------------------------------- restore
@@ -404,14 +408,22 @@ class Release(Message, tag=26):
 class StartRestore(Message, tag=30):
     """Consume a lease once, into these blocks (one entry a leased page and group).
 
-    `ready` would fence the destination, and `layer_words` be signalled layer by layer; both are refused by name.
+    `ready` would fence the destination, and `layer_words` be signalled layer by layer; both are refused by name: a
+    client waits for its own stream before it asks, and reads in the records what is in place.
     """
 
     registration: int
     lease: int
-    blocks: list[GroupBlocks]
+    blocks: Annotated[list[GroupBlocks], FEW]
     ready: TimelineWord | None = None
-    layer_words: list[TimelineWord] = []
+    layer_words: Annotated[list[TimelineWord], MANY] = []
+
+
+class StartLayeredRestore(StartRestore, tag=33):
+    """The same, layer after layer: in CUDA mode the records tell how many layers are in place (`RecordReader.layers`).
+
+    An agent of an earlier release does not know this message and refuses it.
+    """
 
 
 class RestorePlan(Message, tag=31):
@@ -438,8 +450,8 @@ class SaveRequest(Part):
     """Pages to keep: hashes and the blocks that hold them, page by page. `producer` is refused by name."""
 
     registration: int
-    hashes: list[GroupHashes]
-    blocks: list[GroupBlocks]
+    hashes: Annotated[list[GroupHashes], FEW]
+    blocks: Annotated[list[GroupBlocks], FEW]
     producer: TimelineWord | None = None
     proof: bool = False
 
@@ -447,7 +459,7 @@ class SaveRequest(Part):
 class SubmitSaves(Message, tag=40):
     """Submit a batch of saves: all of it, or nothing."""
 
-    saves: list[SaveRequest]
+    saves: Annotated[list[SaveRequest], MANY]
 
 
 class SavePlan(Part):
@@ -485,7 +497,7 @@ class CommitSave(Message, tag=42):
 class MapArenas(Message, tag=50):
     """Ask for descriptors of arenas (host mode). They come with the reply, in its order."""
 
-    arenas: list[int]
+    arenas: Annotated[list[int], MANY]
 
 
 class Arenas(Message, tag=51):
@@ -497,7 +509,7 @@ class Arenas(Message, tag=51):
 class SyncArenas(Message, tag=52):
     """`unmapped`: arenas that the client no longer maps. The reply lists those it should unmap now."""
 
-    unmapped: list[int]
+    unmapped: Annotated[list[int], MANY]
 
 
 class RetiredArenas(Message, tag=53):
@@ -550,8 +562,9 @@ class ConfigureNamespace(Message, tag=62):
 
 Request = (
     Hello | Ping | Goodbye | RenewToken | JoinSession | EngineReport | AttachInstance | Register | ChallengeMet
-    | Unregister | ProofReport | ResetInstance | Query | PollQuery | CancelQuery | Release | StartRestore | RestoreDone
-    | SubmitSaves | CommitSave | MapArenas | SyncArenas | TakeEvents | GetStatus | ConfigureNamespace
+    | Unregister | ProofReport | ResetInstance | Query | PollQuery | CancelQuery | Release | StartRestore
+    | StartLayeredRestore | RestoreDone | SubmitSaves | CommitSave | MapArenas | SyncArenas | TakeEvents | GetStatus
+    | ConfigureNamespace
 )  # fmt: skip
 Reply = (
     Welcome | Refusal | Done | Pong | InstanceState | Registered | Challenge | ResetDone | Loading | Ready | Nothing

@@ -27,7 +27,8 @@ MESSAGES = VersionRange(1, 2)
 a `Challenge` first."""
 
 RECORDS = VersionRange(1, 2)
-"""What a session shares: the completion records (`records.py`), and from version 2 on the shortcut (`shortcut.py`)."""
+"""What a session shares: the completion records (`records.py`), and from version 2 on the shortcut (`shortcut.py`) and
+the permit (`permit.py`), with the words of chunks that belong to it."""
 
 PAGE_IMAGE = VersionRange(1, 1)
 """Layout of a page in host memory: the layers' parts one after another, padded to `geometry.PAGE_ALIGNMENT`."""

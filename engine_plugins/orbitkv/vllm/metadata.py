@@ -70,11 +70,13 @@ class WorkerReport(KVConnectorWorkerMetadata):
         ended: save number -> workers on which it ended, in whatever way.
         kept: save number -> workers on which all of its pages became visible (or were there before).
         failed_loads: requests whose load failed on a worker; their blocks are recomputed.
+        loading: the scheduler's half is to ask its worker for restores that ended (see `together`).
     """
 
     ended: dict[int, int] = field(default_factory=dict)
     kept: dict[int, int] = field(default_factory=dict)
     failed_loads: set[str] = field(default_factory=set)
+    loading: bool = False
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """Add another worker's report of the same step."""
@@ -83,10 +85,11 @@ class WorkerReport(KVConnectorWorkerMetadata):
             ended=_sum(self.ended, other.ended),
             kept=_sum(self.kept, other.kept),
             failed_loads=self.failed_loads | other.failed_loads,
+            loading=self.loading or other.loading,
         )
 
     def __bool__(self) -> bool:
-        return bool(self.ended or self.failed_loads)
+        return bool(self.ended or self.failed_loads or self.loading)
 
 
 def _sum(left: dict[int, int], right: dict[int, int]) -> dict[int, int]:

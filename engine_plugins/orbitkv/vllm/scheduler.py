@@ -22,6 +22,7 @@ from orbitkv.client import (
 from orbitkv.config import PluginConfig
 from orbitkv.guards import guard
 
+from . import together
 from .link import SchedulerLink
 from .loading import Loading
 from .metadata import Load, Save, StepMetadata, WorkerReport
@@ -31,6 +32,7 @@ from .stats import OrbitKVStats
 
 if TYPE_CHECKING:
     from .events import CacheEvents
+    from .worker import WorkerHalf
 
 logger = logging.getLogger("vllm.orbitkv")
 
@@ -68,6 +70,9 @@ class SchedulerHalf:
         may_save: the engine's role lets it give to the cache.
         gate: the engine does not schedule restored requests first, so that other lookups have to wait for them.
         events: collects KV events, None when the engine publishes none.
+
+    Attributes:
+        instance: this engine incarnation.
     """
 
     def __init__(
@@ -82,7 +87,7 @@ class SchedulerHalf:
         gate: bool = False,
         events: CacheEvents | None = None,
     ) -> None:
-        self._instance = instance
+        self.instance = instance
         self._block_tokens = block_tokens
         self._workers = workers
         self._role_loads = may_load
@@ -102,6 +107,7 @@ class SchedulerHalf:
         self._held: set[str] = set()
         self._loads: list[Load] = []
         self._newly_held: set[str] = set()
+        self._computing = False
         self._levels: dict[str, int] = {}
         self._trips = 0
 
@@ -215,7 +221,7 @@ class SchedulerHalf:
                 lambda timeout_ms: client.query_prefetch(
                     tracked.id,
                     [hashes],
-                    instance=self._instance,
+                    instance=self.instance,
                     max_wait_ms=int(max(0.0, left_s) * 1000),
                     wait_for_full_prefix=self.link.config.wait_for_full_prefix,
                     timeout_ms=timeout_ms,
@@ -223,6 +229,8 @@ class SchedulerHalf:
             )
         except OrbitKVError as error:
             self.link.failed(error)
+            if error.kind is ErrorKind.TIMEOUT and tracked.phase is Phase.IDLE:
+                tracked.to(Phase.LOADING)  # it may be: who knows what the agent holds
             if self._allowance.open:
                 self._loading.end_step()
             if error.kind is ErrorKind.TIMEOUT and not self._allowance.open:
@@ -290,8 +298,17 @@ class SchedulerHalf:
         tracked.to(Phase.RESTORING)
         self._restoring[tracked.id] = tracked
         self._awaiting_compute.add(tracked.id)
-        self._loads.append(load)
         self.stats.add("restores")
+        # Beside computing the workers start it behind the launch of the step: that time is no loss for others then.
+        worker = self._worker_here() if not self._computing else None
+        if worker is not None:
+            worker.start_at_once(load)
+        else:
+            self._loads.append(load)
+
+    def _worker_here(self) -> WorkerHalf | None:
+        """The engine's only worker, if it lives in this process."""
+        return together.worker_of(self.instance) if self._workers == 1 else None
 
     def _load(self, tracked: Tracked, block_ids: list[int], num_external_tokens: int) -> Load:
         """Bind the lease to the blocks. What does not fit together any more becomes a load that fails at once."""
@@ -329,6 +346,7 @@ class SchedulerHalf:
             computing=bool(scheduler_output.num_scheduled_tokens),
         )
         self._loads, self._newly_held = [], set()
+        self._computing = step.computing
         self._allowance.end()
         self._loading.end_step()
         if self._awaiting_compute:
@@ -401,10 +419,18 @@ class SchedulerHalf:
             self.stats.add("prompt_tokens_computed", prefill.num_computed_tokens)
 
     def update_connector_output(self, output: Any) -> None:
-        """Take the workers' reports of a step."""
+        """Take the workers' reports of a step.
+
+        vLLM shows us a step's output before it looks itself at the requests that were received. Those whose restore a
+        worker in this process started at once are added here: what ended by now, not only by the end of that step.
+        """
         report = output.kv_connector_worker_meta
         if isinstance(report, WorkerReport):
             self._take_report(report)
+            worker = self._worker_here() if report.loading else None
+            restored = worker.take_restored(computing=self._computing) if worker is not None else None
+            if restored:
+                output.finished_recving = restored | (output.finished_recving or set())
         for request_id in output.finished_recving or ():
             tracked = self._restoring.pop(request_id, None)
             if tracked is None:

@@ -58,18 +58,31 @@ def layer_specs(group: Any) -> Iterator[Any]:
 
 
 def _is_full_attention(spec: Any) -> bool:
-    """Plain full attention, exactly: subclasses keep other state in their pages, or replace it as they go."""
+    """Attention to all tokens before, exactly: subclasses keep other state in their pages, or replace it as they go."""
     return (
-        type(spec).__name__ == "FullAttentionSpec"
+        (type(spec).__name__ == "FullAttentionSpec" or _is_plain_mla(spec))
         and not spec.sliding_window
         and not spec.attention_chunk_size
         and not getattr(spec, "non_causal", False)
     )
 
 
+def _is_plain_mla(spec: Any) -> bool:
+    """One latent vector a token, and nothing beside it: no index of sparse attention, no compressed states."""
+    return (
+        type(spec).__name__ == "MLAAttentionSpec"
+        and spec.model_version is None
+        and spec.alignment is None
+        and getattr(spec, "tokens_per_state", 1) == 1
+        and getattr(spec, "topk_buffer_width", None) is None
+        and getattr(spec, "cache_role", "sparse") == "sparse"
+    )
+
+
 def _other_groups(vllm_config: Any, kv_cache_config: Any) -> bool:
-    groups = kv_cache_config.kv_cache_groups
-    return not all(_is_full_attention(spec) for group in groups for spec in layer_specs(group))
+    specs = [spec for group in kv_cache_config.kv_cache_groups for spec in layer_specs(group)]
+    sparse = getattr(getattr(vllm_config.model_config, "hf_text_config", None), "index_topk", None) is not None
+    return sparse or not all(_is_full_attention(spec) for spec in specs)
 
 
 def describe_groups(kv_cache_config: Any) -> str:
@@ -116,6 +129,7 @@ FEATURES: tuple[Feature, ...] = (
         "request",
         test="test_prompt_logprobs_skip_the_load",
     ),
+    Feature("mla", "MLA", "engine", test="test_a_repeated_prompt_of_an_mla_model_is_restored"),
     Feature("multi_connector", "MultiConnector", "engine", test="test_under_multi_connector"),
     Feature("gpu", "NVIDIA GPUs", "engine", test="test_memory_of_a_gpu_is_registered_by_handle"),
     # --- off for the engine
@@ -184,7 +198,8 @@ FEATURES: tuple[Feature, ...] = (
     ),
     Feature(
         "other_state",
-        "Sliding windows, chunked local attention, recurrent state (Mamba, gated delta nets), MLA, cross attention",
+        "Sliding windows, chunked local attention, sparse attention, recurrent state (Mamba, gated delta nets), "
+        "cross attention",
         "engine",
         "only full attention can be restored yet; a hit on a part of a model's state would give wrong answers",
         used=_other_groups,

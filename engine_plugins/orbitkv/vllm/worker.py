@@ -1,13 +1,12 @@
 """The connector's half in a worker: restores into the engine's KV memory, and saves from it.
 
-Nothing here waits for a copy or for the agent, but for a moment at a preemption and in a step that computes nothing.
+Nothing here waits for a copy or for the agent, but for a moment at a preemption and while the engine computes nothing.
 Work is handed to the client's own thread, and what became of it is read from its handles once a step.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -25,7 +24,6 @@ from orbitkv.client import (
     OrbitKVError,
     Ranks,
     RestoreHandle,
-    RestoreStatus,
     SaveHandle,
     SaveStatus,
 )
@@ -35,12 +33,13 @@ from orbitkv.guards import guard
 from orbitkv.injection import StayOff, tell_agent
 from orbitkv.protocol.reasons import OffReason
 
-from . import proof
+from . import proof, together
 from .attachment import Attachment, Off, connect
 from .identity import Identity, IdentityRefusedError
 from .injected import engine_name
 from .layout import Layout
 from .metadata import Load, Save, StepMetadata, WorkerReport
+from .restores import Restores, Running
 
 logger = logging.getLogger("vllm.orbitkv")
 
@@ -48,13 +47,6 @@ REGISTER_S = 120.0
 """Longest wait of the engine's start for the first attachment."""
 DRAIN_S = 0.01
 """Longest wait of a step for saves of preempted requests to leave their blocks."""
-GATHER_S = 0.1
-"""Longest time that a finished restore waits for others to finish, while the engine computes for other requests."""
-LOOK_S = 50e-6
-MOMENT_S = 0.002
-"""Longest wait of a step that computes nothing for a restore that is about to end."""
-GPU_BYTES_S = 50e9
-"""About what a GPU's link carries: when a restore should end."""
 
 
 @dataclass(frozen=True)
@@ -76,30 +68,6 @@ class WorkerAttachment:
     def close(self) -> None:
         """Finish what runs, leave the agent."""
         self.client.close()
-
-
-@dataclass(slots=True)
-class RunningLoad:
-    """A restore that was not reported yet. `handle` is None when it never began.
-
-    Attributes:
-        started: when it was started.
-        due: when it should end, 0.0 where that is not known.
-        report_by: once it is done: how long it may wait to be reported together with others.
-    """
-
-    load: Load
-    client: CacheManagerClient | None
-    handle: RestoreHandle | None
-    started: float
-    give_up_at: float
-    due: float = 0.0
-    report_by: float = 0.0
-
-    @property
-    def status(self) -> RestoreStatus:
-        """How it stands."""
-        return RestoreStatus.FAILED if self.handle is None else self.handle.status
 
 
 @dataclass(slots=True)
@@ -131,6 +99,9 @@ class WorkerHalf:
         ranks: this worker's place.
         identify: works out the model's identity; may take minutes, runs on the attachment's thread.
         several_groups: block ids are not unique in the engine: failed loads are reported by request only.
+
+    Attributes:
+        instance: the engine incarnation.
     """
 
     def __init__(
@@ -143,7 +114,7 @@ class WorkerHalf:
         several_groups: bool = False,
     ) -> None:
         self._config = config
-        self._instance = instance
+        self.instance = instance
         self._ranks = ranks
         self._identify = identify
         self._several_groups = several_groups
@@ -159,11 +130,12 @@ class WorkerHalf:
         self._disproven: WorkerAttachment | None = None
         self._off = ""
         self._free_blocks: StreamPoint | None = None
-        self._loads: dict[str, RunningLoad] = {}
+        self._restores = Restores()
         self._saves: dict[int, RunningSave] = {}
         self._held: set[str] = set()
         self._report = WorkerReport()
         self._invalid_blocks: set[int] = set()
+        together.enter(self)
 
     # --- attachment
 
@@ -218,11 +190,11 @@ class WorkerHalf:
                 raise Off(str(error), OffReason.MODEL_UNKNOWN) from error
         # A restore or save waits at most as long as a request is held for it.
         timeout_ms = max(100, min(self._config.timeout_ms, self._config.max_wait_ms))
-        client = connect(self._config, f"vLLM worker {self._ranks.tensor} {self._instance}", timeout_ms)
+        client = connect(self._config, f"vLLM worker {self._ranks.tensor} {self.instance}", timeout_ms)
         try:
             empty = self._empty_cache.acquire(blocking=False)
             registration = client.register_context_batch(
-                instance=self._instance,
+                instance=self.instance,
                 ranks=self._ranks,
                 model_identity=self._identity.digest,
                 model=self._identity.description,
@@ -255,7 +227,7 @@ class WorkerHalf:
             return
         try:
             proof.prove_on_empty_cache(
-                layout, attached.client, attached.registration, self._instance, self._ranks.tensor
+                layout, attached.client, attached.registration, self.instance, self._ranks.tensor
             )
         except proof.LayoutDisprovenError as error:
             attached.client.report_proof(attached.registration, False, str(error))
@@ -270,6 +242,7 @@ class WorkerHalf:
 
     def shutdown(self) -> None:
         """Finish what runs, leave the agent."""
+        together.leave(self)
         self._drop()
         self._attachment.stop()
         if self._disproven is not None:
@@ -304,23 +277,36 @@ class WorkerHalf:
     def start_loads(self, step: StepMetadata) -> None:
         """Start this step's restores."""
         for load in step.loads:
-            client, handle = None, None
-            try:
-                client, handle = self._start_load(load)
-            except Exception as error:
-                logger.warning("OrbitKV: request %s is computed, its restore did not begin: %s", load.request_id, error)
-            now = time.monotonic()
-            due = now + self._gpu_seconds(load) if handle is not None else 0.0
-            self._loads[load.request_id] = RunningLoad(load, client, handle, now, now + load.patience_s, due)
+            self._start(load, at_once=False)
 
-    def _gpu_seconds(self, load: Load) -> float:
-        """How long the copy takes if it is the only one; infinite in host memory, where this process copies."""
+    def start_at_once(self, load: Load) -> None:
+        """Start a restore whose blocks were just allocated; the thread that steps calls, between two steps."""
+        self._start(load, at_once=True)
+
+    def _start(self, load: Load, *, at_once: bool) -> None:
+        client, handle = None, None
+        try:
+            after = self._free_blocks
+            if at_once:
+                # All steps so far were handed to the GPU: nobody computes on these blocks after this point. No save
+                # reads them either: a waiting request gets those of preempted ones in a later step only.
+                self._refresh()
+                after = self._point()
+            client, handle = self._start_load(load, after)
+        except Exception as error:
+            logger.warning("OrbitKV: request %s is computed, its restore did not begin: %s", load.request_id, error)
+        self._restores.add(load, client, handle, size=self._gpu_bytes(load), at_once=at_once)
+
+    def _gpu_bytes(self, load: Load) -> int:
+        """What the agent copies; 0 in host memory, where this process copies."""
         if self._layout is None or self._layout.gpu is None:
-            return math.inf
+            return 0
         pages = sum(block >= 0 for block in load.blocks)
-        return pages * sum(layer.block_bytes for group in self._layout.groups for layer in group.layers) / GPU_BYTES_S
+        return pages * sum(layer.block_bytes for group in self._layout.groups for layer in group.layers)
 
-    def _start_load(self, load: Load) -> tuple[CacheManagerClient | None, RestoreHandle | None]:
+    def _start_load(
+        self, load: Load, after: StreamPoint | None
+    ) -> tuple[CacheManagerClient | None, RestoreHandle | None]:
         adopted = self._adopted
         if not load.leases or adopted is None:
             return None, None
@@ -328,7 +314,7 @@ class WorkerHalf:
             return None, None  # leases of another boot of the agent mean nothing to this one
         lease = load.leases[self._ranks.tensor]
         blocks = np.array(load.blocks, np.int64)
-        handle = adopted.client.start_restore(adopted.registration, lease, [blocks], after=self._free_blocks)
+        handle = adopted.client.start_restore(adopted.registration, lease, [blocks], after=after)
         return adopted.client, handle
 
     def start_saves(self, step: StepMetadata) -> None:
@@ -368,8 +354,10 @@ class WorkerHalf:
         """Return which requests' loads and holds ended; see the connector's interface."""
         results = Results()
         now = time.monotonic()
-        if self._loads:
-            self._poll_loads(step, now, results)
+        if self._restores:
+            results.received = self._restores.take_done(computing=step.computing, at_once=False)
+            for running in self._restores.take_failed():
+                self._fail_load(running, results)
         if self._saves:
             for save in list(self._saves.values()):
                 self._poll_save(save, now)
@@ -391,63 +379,24 @@ class WorkerHalf:
 
     def take_report(self) -> WorkerReport | None:
         """Return what the scheduler's half has to know, since the last call."""
+        self._report.loading = self._restores.at_once
         if not self._report:
             return None
         report, self._report = self._report, WorkerReport()
         return report
 
+    def take_restored(self, *, computing: bool) -> set[str]:
+        """Return which of the restores that were started at once have ended well and are to be reported now.
+
+        Args:
+            computing: the engine computes something now, so that nothing is waited for.
+        """
+        return self._restores.take_done(computing=computing, at_once=True)
+
     # --- internals
 
-    def _poll_loads(self, step: StepMetadata, now: float, results: Results) -> None:
-        """Report the restores that ended, and give up those that did not begin in time.
-
-        A request that joins running ones makes their step several times as long (it is not one CUDA graph any more), so
-        those that are done go in together: each waits for others as long as it took itself, while the engine has other
-        work. A restore that failed is reported at once: its request has everything to compute.
-        """
-        if not step.computing:
-            now = self._wait_a_moment(now)
-        done: list[RunningLoad] = []
-        others = False
-        for running in list(self._loads.values()):
-            status = running.status
-            if status is RestoreStatus.DONE:
-                if not running.report_by:
-                    running.report_by = now + min(now - running.started, GATHER_S)
-                done.append(running)
-            elif status.final or self._given_up(running, now):
-                self._fail_load(running, results)
-            else:
-                others = True
-        if done and (not step.computing or not others or any(now >= running.report_by for running in done)):
-            for running in done:
-                del self._loads[running.load.request_id]
-                results.received.add(running.load.request_id)
-
-    def _wait_a_moment(self, now: float) -> float:
-        """Wait for restores that are about to end, where the engine's loop would only sleep; return the time.
-
-        What is seen in a step reaches the scheduler with the next one, so that a look that comes too soon costs a whole
-        round of the loop.
-        """
-        soon = [
-            running
-            for running in self._loads.values()
-            if -MOMENT_S / 2 < running.due - now < MOMENT_S and not running.status.final
-        ]
-        end = now + MOMENT_S
-        while soon and now < end and not any(running.status.final for running in soon):
-            time.sleep(LOOK_S)
-            now = time.monotonic()
-        return now
-
-    def _given_up(self, running: RunningLoad, now: float) -> bool:
-        assert running.client is not None and running.handle is not None
-        return now >= running.give_up_at and self._cancelled(running.client.cancel_restore, running.handle)
-
-    def _fail_load(self, running: RunningLoad, results: Results) -> None:
+    def _fail_load(self, running: Running, results: Results) -> None:
         request_id, handle = running.load.request_id, running.handle
-        del self._loads[request_id]
         results.received.add(request_id)
         if handle is not None:
             logger.warning(

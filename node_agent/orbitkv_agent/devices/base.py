@@ -36,6 +36,20 @@ class Word(NamedTuple):
     value: int
 
 
+class Progress(Protocol):
+    """What an engine's process sees of a copy by itself, even while this process does not run. For any thread."""
+
+    def begin(self) -> bool:
+        """Say that a chunk is handed over from now on; false when the engine's process does not want it any more."""
+
+    def end(self) -> None:
+        """Undo a `begin` that was true: the chunk is with the device, or was refused."""
+
+    def word(self, *, last: bool, layers: int) -> Word:
+        """What the device writes when the chunk that was begun last, and all before it, are through: `last` of all, and
+        with it so many `layers` in place (0 when the copy is not made layer by layer)."""
+
+
 class Copy(Protocol):
     """A copy that the agent makes itself."""
 
@@ -54,11 +68,14 @@ class Copier(Protocol):
         *,
         to_engine: bool,
         landed: Callable[[], None] | None = None,
-        word: Word | None = None,
+        progress: Progress | None = None,
+        layered: bool = False,
     ) -> Copy:
-        """Start a copy. `ended` is called once on the owner thread, when no byte of it moves any more: with "" when
-        all of it is in place, otherwise with the reason. `landed` is called before that, on another thread, as soon as
-        all of it is in place; before even that, a device that can writes `word` itself."""
+        """Start a copy, `layered` one layer after the other.
+
+        `ended` is called once on the owner thread, when no byte of it moves any more: with "" when all of it is in
+        place, otherwise with the reason. `landed` is called before that, on another thread, as soon as all of it is in
+        place; before even that, a device that can writes the words of `progress` itself."""
 
     def lane(self, registration: Registration) -> object:
         """What the number of restores in flight is limited for."""

@@ -9,9 +9,11 @@ from __future__ import annotations
 import logging
 import socket
 import threading
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler
 from socketserver import TCPServer, ThreadingMixIn
 from typing import Any, Final, TypeVar
@@ -28,7 +30,8 @@ ANSWER_SECONDS: Final = 1.0
 CLIENT_SECONDS: Final = 5.0
 """Longest wait for a client to send its request or take its answer."""
 MAX_REQUESTS: Final = 16
-"""Requests that are served at one time; more are turned away."""
+"""Connections that are served at one time. One more takes the place of another: the kubelet's probe gets in, however
+many hold on to theirs."""
 T = TypeVar("T")
 
 
@@ -134,7 +137,7 @@ class MetricsServer:
 
 
 class _Server(ThreadingMixIn, TCPServer):
-    """A thread a request, bounded. (http.server's own would look up the host's name at start.)"""
+    """A thread a connection, bounded. (http.server's own would look up the host's name at start.)"""
 
     allow_reuse_address = True
     request_queue_size = 64
@@ -145,22 +148,34 @@ class _Server(ThreadingMixIn, TCPServer):
         if ":" in endpoint[0]:
             self.address_family = socket.AF_INET6
         self.metrics = metrics
-        self._slots = threading.BoundedSemaphore(MAX_REQUESTS)
+        # Invariant: `_served` are the connections that are open and that nobody pushed out, oldest first, with their
+        # addresses; each is closed only after it was taken out. Nothing waits under the lock.
+        self._lock = threading.Lock()
+        self._served: dict[Any, str] = {}
         super().__init__(endpoint, _Handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Serve it in a thread if one is free, else close it."""
-        if self._slots.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
+        """Serve a connection in a thread; where all places are taken, in the place of another."""
+        with self._lock:
+            if len(self._served) >= MAX_REQUESTS:
+                self._push_out()
+            self._served[request] = client_address[0]
+        super().process_request(request, client_address)
 
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Serve it and give the slot back."""
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._slots.release()
+    def shutdown_request(self, request: Any) -> None:
+        """Give a connection's place back and close it."""
+        with self._lock:
+            self._served.pop(request, None)
+        super().shutdown_request(request)
+
+    def _push_out(self) -> None:
+        """End the oldest connection of whoever has most: a crowd from one address pushes out itself."""
+        of_each = Counter(self._served.values())
+        most = max(of_each.values())
+        oldest = next(request for request, address in self._served.items() if of_each[address] == most)
+        del self._served[oldest]
+        with suppress(OSError):  # the client has ended it already
+            oldest.shutdown(socket.SHUT_RDWR)  # its thread notices, and closes it
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that breaks off is no event; anything else is a defect."""

@@ -18,7 +18,16 @@ TIERS: Final = ("dram", "ssd", "peer", "miss")
 """Where a requested block was found."""
 RETENTION_CLASSES: Final = ("reclaimable", "probationary", "retained")
 """Retention classes of stored blocks."""
-SAVE_DROP_REASONS: Final = ("pool-full", "quota", "unproven", "not-serving", "draining", "failed", "aborted")
+SAVE_DROP_REASONS: Final = (
+    "pool-full",
+    "quota",
+    "unproven",
+    "not-serving",
+    "too-many-models",
+    "draining",
+    "failed",
+    "aborted",
+)
 """Why pages of a save were not kept."""
 PLAN_REFUSAL_REASONS: Final = ("bounds", "duplicate", "count", "group", "stale", "busy", "unsupported")
 """Why a save or restore plan was refused before anything was submitted."""
@@ -40,6 +49,7 @@ REJECTION_REASONS: Final = (
     "hello-timeout",
     "bad-frame",
     "not-reading",
+    "too-much-held",
     "draining",
 )
 """Why a connection did not become a session, or was closed by the agent."""
@@ -187,6 +197,8 @@ class InstanceRow(TypedDict):
     """What it still lacks before it can hit, in words; "" when it serves."""
     off: str
     """Why it never will; "" otherwise."""
+    page_bytes: int
+    """What one block takes in the pool, all groups and workers together; 0 while workers are missing."""
     leases: int
     restores: int
     saves: int

@@ -150,6 +150,7 @@ def _instance(agent: Agent, instance: Instance) -> InstanceRow:
         serving=instance.serving,
         missing=instance.missing,
         off=instance.off,
+        page_bytes=sum(sum(group.shard_bytes) for group in instance.group_pages.values()) if instance.sealed else 0,
         leases=sum(len(each.leases) for each in instance.operations),
         restores=sum(each.registration.instance is instance for each in agent.restores),
         saves=instance.saves,

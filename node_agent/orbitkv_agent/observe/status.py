@@ -8,6 +8,7 @@ from orbitkv_agent.observe.snapshot import InstanceRow, NamespaceRow, Snapshot
 from orbitkv_agent.quantity import format_quantity as size
 
 UNNAMED = "(unnamed)"
+_INSTANCES = ("INSTANCE", "NAMESPACE", "STATE", "PAGE", "LEASES", "RESTORES", "SAVES", "MODEL")
 
 
 def render_status(snapshot: Snapshot) -> str:
@@ -44,7 +45,9 @@ def render_status(snapshot: Snapshot) -> str:
     lines += ["", *_table(("NAMESPACE", "USED", "QUOTA", "GUARANTEED", "NEW PAGES", "RESET"), _namespaces(snapshot))]
     lines += [
         "",
-        *_table(("INSTANCE", "NAMESPACE", "STATE", "LEASES", "RESTORES", "SAVES", "MODEL"), _instances(snapshot)),
+        *_table(
+            ("INSTANCE", "NAMESPACE", "STATE", "PAGE", "LEASES", "RESTORES", "SAVES", "MODEL"), _instances(snapshot)
+        ),
     ]
     return "\n".join(lines)
 
@@ -76,6 +79,7 @@ def _instances(snapshot: Snapshot) -> list[tuple[str, ...]]:
             row["engine"],
             row["cache_namespace"] or UNNAMED,
             state(row),
+            size(row["page_bytes"]) if row["page_bytes"] else "-",
             str(row["leases"]),
             str(row["restores"]),
             str(row["saves"]),
@@ -86,9 +90,13 @@ def _instances(snapshot: Snapshot) -> list[tuple[str, ...]]:
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return rows in columns that are as wide as their contents; an empty table says so."""
+    """Return rows in columns that are as wide as their contents; an empty table says so.
+
+    Engines name themselves and their models: what a terminal would take for a command is shown as a question mark.
+    """
     if not rows:
         return [f"{header[0]}  none"]
+    rows = [["".join(sign if sign.isprintable() else "?" for sign in cell) for cell in row] for row in rows]
     widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

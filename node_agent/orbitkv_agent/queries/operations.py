@@ -43,12 +43,18 @@ _NEXT: Final[tuple[tuple[State, ...], ...]] = (
 )
 
 
+def sign(hashes: list[GroupHashes]) -> int:
+    """A number that tells hashes from others, as far as a client can tell: it is another one in each process."""
+    return hash(tuple([(part.group, part.hash_bytes, part.blob) for part in hashes]))
+
+
 class QueryOperation:
     """An operation of one session at one revision.
 
     Attributes:
         number, revision: the client's.
-        hashes: what was asked for, by group.
+        hashes: what was asked for, by group; only while it waits for its answer.
+        asked: stands for them afterwards (see `sign`).
         proving: the registration whose proof pages were asked for, or None for the store's.
         admitted: it has a place among the outstanding operations.
         ticket: its turn, while it waits.
@@ -61,8 +67,8 @@ class QueryOperation:
     __slots__ = (
         "admitted",
         "answer",
+        "asked",
         "bytes_hint",
-        "hash_bytes_held",
         "hashes",
         "instance",
         "leases",
@@ -89,13 +95,13 @@ class QueryOperation:
         self.instance = instance
         self.number = number
         self.revision = revision
-        self.hashes = hashes
+        self.hashes: list[GroupHashes] = hashes
+        self.asked = 0
         self.proving = proving
         self.state = State.NONE
         self.admitted = False
         self.ticket = 0
         self.bytes_hint = 0
-        self.hash_bytes_held = 0
         self.timer: Timer | None = None
         self.record: RecordRef | None = None
         self.answer: Ready | Nothing | None = None

@@ -11,7 +11,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 from orbitkv.protocol.errors import ErrorKind
-from orbitkv.protocol.messages import Loading, Nothing, PollQuery, Query, Ready
+from orbitkv.protocol.messages import GroupHashes, Loading, Nothing, PollQuery, Query, Ready
 from orbitkv.protocol.records import RecordState
 from orbitkv_agent.guards import guard
 from orbitkv_agent.loop import Deadlines, Loop
@@ -19,7 +19,7 @@ from orbitkv_agent.observe.counters import Counters
 from orbitkv_agent.queries.budget import ByteBudget, Phase
 from orbitkv_agent.queries.leases import Lease, Leases, PinnedPages
 from orbitkv_agent.queries.lookup import Found, check_asked, look_up
-from orbitkv_agent.queries.operations import QueryOperation, State
+from orbitkv_agent.queries.operations import QueryOperation, State, sign
 from orbitkv_agent.queries.turns import Outcome, Turns
 from orbitkv_agent.sessions.errors import Refused, invalid, stale
 from orbitkv_agent.sessions.instances import Instance, Registration
@@ -34,8 +34,10 @@ MAX_WAIT_MS: Final = 30_000
 """Longest time for which an answer stays "loading", whatever the client allows."""
 MAX_OPERATIONS: Final = 4000
 """Operations of one session, waiting ones included; beyond it a query is refused."""
-MAX_HELD_HASHES: Final = 64 << 20
-"""Bytes of hashes that one session's operations may hold."""
+MAX_HELD: Final = 32 << 20
+"""Bytes that operations of one cache namespace may hold, unless one alone has more: `OPERATION_BYTES` each, and the
+hashes of those that wait."""
+OPERATION_BYTES: Final = 1 << 10
 _FEW_PAGES: Final = 16
 """Of a small answer the places are looked up before they are asked for: a restore of it is short, and begins sooner."""
 
@@ -55,7 +57,7 @@ class QueryService:
         self._counters = counters
         self._turns = Turns(config.max_session_queries, config.max_queries, self._attempt, counters)
         self._answered: Deadlines[QueryOperation] = Deadlines(loop, config.reply_ttl_ms / 1000, self._expire)
-        self._held_hashes: dict[Session, int] = {}
+        self._held: dict[str, int] = {}
 
     @property
     def outstanding(self) -> int:
@@ -95,7 +97,7 @@ class QueryService:
         if known is not None:
             _check_revision(known, message.revision)
             if message.revision == known.revision:
-                if known.hashes != message.hashes and guard("same-hashes"):
+                if known.asked != sign(message.hashes) and guard("same-hashes"):
                     raise invalid(
                         f"operation {message.operation}, revision {message.revision}: the hashes differ from those "
                         "asked for before; other hashes are a new revision"
@@ -109,8 +111,9 @@ class QueryService:
             session.reply(sequence, Nothing("not-serving"))
         else:
             held = self._check(session, message, instance, proving)
-            if not self._answer_at_once(session, sequence, message, held, instance, proving):
-                session.reply(sequence, self._enter(session, message, held, instance, proving))
+            if not self._answer_at_once(session, sequence, message, instance, proving):
+                self._check_held(session, held)
+                session.reply(sequence, self._enter(session, message, instance, proving))
 
     def poll(self, session: Session, message: PollQuery) -> Ready | Loading | Nothing:
         """Return the state of an operation.
@@ -210,22 +213,26 @@ class QueryService:
     # ------------------------------------------------------------------------------------------- internals
 
     def _check(self, session: Session, message: Query, instance: Instance, proving: Registration | None) -> int:
-        """Return how many bytes of hashes the agent would keep for this query."""
+        """Return how many bytes of hashes the agent would keep while this query waits."""
         groups = instance.group_pages if proving is None else proving.group_pages
-        held = check_asked(message.hashes, groups, proof=proving is not None)
-        others = self._held_hashes.get(session, 0)
-        if len(session.operations) >= MAX_OPERATIONS or (others and others + held > MAX_HELD_HASHES):
+        if len(session.operations) >= MAX_OPERATIONS:
             raise Refused(
                 ErrorKind.BUSY, f"this session has {len(session.operations)} queries; let some of them end first"
             )
-        return held
+        return check_asked(message.hashes, groups, proof=proving is not None)
+
+    def _check_held(self, session: Session, held: int) -> None:
+        others = self._held.get(session.namespace or "", 0)
+        if others and others + held + OPERATION_BYTES > MAX_HELD:
+            raise Refused(
+                ErrorKind.BUSY, f"the queries of this cache namespace hold {others} bytes; let some of them end first"
+            )
 
     def _answer_at_once(
         self,
         session: Session,
         sequence: int,
         message: Query,
-        held: int,
         instance: Instance,
         proving: Registration | None,
     ) -> bool:
@@ -246,16 +253,16 @@ class QueryService:
         ready = self._ready(found, proving)
         session.reply(sequence, ready)
         if session.is_open:  # otherwise it could not be sent: nobody knows of the promise
-            operation = self._open(session, message, held, instance, proving)
+            operation = self._open(session, message, [], instance, proving)
             self._turns.take_place(operation)
             self._keep(operation, found, ready)
         return True
 
     def _enter(
-        self, session: Session, message: Query, held: int, instance: Instance, proving: Registration | None
+        self, session: Session, message: Query, instance: Instance, proving: Registration | None
     ) -> Ready | Loading | Nothing:
         """Have a new query wait for its turn, or for bytes, at most as long as it allows."""
-        operation = self._open(session, message, held, instance, proving)
+        operation = self._open(session, message, message.hashes, instance, proving)
         self._turns.enter(operation)
         if operation.answer is None:
             if message.max_wait_ms <= 0:
@@ -266,11 +273,18 @@ class QueryService:
         return self._answer(operation)
 
     def _open(
-        self, session: Session, message: Query, held: int, instance: Instance, proving: Registration | None
+        self,
+        session: Session,
+        message: Query,
+        kept: list[GroupHashes],
+        instance: Instance,
+        proving: Registration | None,
     ) -> QueryOperation:
-        operation = QueryOperation(session, instance, message.operation, message.revision, message.hashes, proving)
-        operation.hash_bytes_held = held
-        self._held_hashes[session] = self._held_hashes.get(session, 0) + held
+        """Note a new operation. `kept`: the hashes of one that waits."""
+        operation = QueryOperation(session, instance, message.operation, message.revision, kept, proving)
+        operation.asked = sign(message.hashes)
+        namespace = instance.namespace
+        self._held[namespace] = self._held.get(namespace, 0) + OPERATION_BYTES + _hash_bytes(kept)
         session.operations[operation.number] = operation
         instance.operations[operation] = None
         return operation
@@ -363,6 +377,7 @@ class QueryService:
             operation.timer.cancel()
             operation.timer = None
         operation.answer = answer
+        self._let_go_of_hashes(operation)
         self._answered.add(operation)
         if isinstance(answer, Nothing):
             self._turns.leave(operation)
@@ -392,10 +407,16 @@ class QueryService:
         operations = operation.session.operations
         if operations.get(operation.number) is operation:
             del operations[operation.number]
-            session, held = operation.session, operation.hash_bytes_held
-            rest = self._held_hashes.pop(session, 0) - held
-            if rest:
-                self._held_hashes[session] = rest
+            self._let_go_of_hashes(operation)
+            namespace = operation.instance.namespace
+            self._held[namespace] -= OPERATION_BYTES
+            if not self._held[namespace]:
+                del self._held[namespace]
+
+    def _let_go_of_hashes(self, operation: QueryOperation) -> None:
+        if operation.hashes:
+            self._held[operation.instance.namespace] -= _hash_bytes(operation.hashes)
+            operation.hashes = []
 
     def _withdraw(self, operation: QueryOperation) -> None:
         """The client wants no answer any more; what is restoring drains."""
@@ -436,6 +457,10 @@ class QueryService:
             operation.to(State.RETIRED)
             operation.instance.operations.pop(operation, None)
             self._forget(operation)
+
+
+def _hash_bytes(hashes: list[GroupHashes]) -> int:
+    return sum([len(part.blob) for part in hashes])
 
 
 def _check_revision(operation: QueryOperation, revision: int) -> None:

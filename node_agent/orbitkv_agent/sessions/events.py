@@ -15,7 +15,7 @@ from orbitkv_agent.store.index import KeySpace
 if TYPE_CHECKING:
     from orbitkv_agent.sessions.session import Session
 
-MAX_PENDING: Final = 1 << 16
+MAX_PENDING: Final = 1 << 14
 """Hashes kept for one instance; beyond it they are dropped, and the next answer says so."""
 
 

@@ -14,7 +14,16 @@ from orbitkv.protocol.records import Header
 from orbitkv_agent.guards import guard
 from orbitkv_agent.observe.demand import Demand
 from orbitkv_agent.sessions.errors import Refused, invalid, stale
-from orbitkv_agent.sessions.layout import GroupPages, WorkerLayout, pages_of, rank_count, shard_of, storage_identity
+from orbitkv_agent.sessions.layout import (
+    MAX_TEXT,
+    GroupPages,
+    WorkerLayout,
+    kept_bytes,
+    pages_of,
+    rank_count,
+    shard_of,
+    storage_identity,
+)
 
 if TYPE_CHECKING:
     from orbitkv_agent.queries.operations import QueryOperation
@@ -34,6 +43,7 @@ class Registration:
         proof_spaces: what proofs of its layout were saved under, by hash length.
         proven: its layout was found right.
         memory: the device's access to its memory.
+        kept_bytes: about what the agent keeps of it.
         copies: accepted saves and restores that have not ended.
     """
 
@@ -53,7 +63,8 @@ class Registration:
         self.shard = shard_of(message.ranks)
         self.device = message.device
         self.model_identity = message.model_identity
-        self.model = message.model
+        self.model = message.model[:MAX_TEXT]
+        self.kept_bytes = kept_bytes(message)
         self.bytes = sum(allocation.size for allocation in message.allocations)
         self.layout = layout
         self.memory = memory
@@ -193,6 +204,8 @@ class Instance:
         """
         if self.scheduler is not None and self.scheduler is not session:
             raise invalid(f"instance {self} is attached by another session; an engine's start needs a nonce of its own")
+        if len(key_generation) > MAX_TEXT:
+            raise invalid(f"key_generation has {len(key_generation)} characters; at most {MAX_TEXT} are accepted")
         if key_generation and key_generation != self.key_generation:
             if self.tracked:
                 raise Refused(ErrorKind.BUSY, f"instance {self} has work under key generation {self.key_generation!r}")
@@ -207,13 +220,15 @@ class Instance:
         """Whether a worker may join.
 
         Raises:
-            Refused: naming what does not fit the workers that are there.
+            Refused: naming what does not fit the workers that are there; BUSY where a worker of these ranks is.
         """
         shard = registration.shard
         if shard in self.registrations and guard("duplicate-rank"):
-            raise invalid(
+            # BUSY, as a worker that lost its session comes again before the agent knows that the old one is over.
+            raise Refused(
+                ErrorKind.BUSY,
                 f"ranks {_place(registration.ranks)}: worker {shard} of instance {self} is registered already "
-                f"by {self.registrations[shard].session}"
+                f"by {self.registrations[shard].session}",
             )
         for other in self.registrations.values():
             if _sizes(other.ranks) != _sizes(registration.ranks):

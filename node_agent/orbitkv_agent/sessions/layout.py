@@ -15,6 +15,11 @@ from orbitkv_agent.sessions.errors import invalid, unsupported
 
 MAX_RANKS = 64
 MAX_LAYERS = 4096
+MAX_GROUPS = 64
+MAX_TEXT = 256
+"""Characters of a name that is kept."""
+_LAYER_BYTES = 512
+"""About what a layer takes, beside its name."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +85,7 @@ def check_register(message: Register, *, devices: Sequence[str], handles: bool, 
         Refused: with the field and its value.
     """
     _check_ranks(message.ranks)
+    _check_text("model_identity", message.model_identity)
     if not message.model_identity:
         raise invalid("model_identity is empty; nothing can be kept for a model whose identity is not known")
     if message.device not in devices:
@@ -103,16 +109,26 @@ def check_register(message: Register, *, devices: Sequence[str], handles: bool, 
             raise invalid(f"allocations[{index}].size is {allocation.size}; it must be positive")
     if not message.groups:
         raise invalid("groups is empty; a worker registers all its layers at once")
+    if len(message.groups) > MAX_GROUPS:
+        raise invalid(f"{len(message.groups)} groups; at most {MAX_GROUPS} are accepted")
+    layers = sum(len(group.layers) for group in message.groups)
+    if layers > MAX_LAYERS:
+        raise invalid(f"{layers} layers; at most {MAX_LAYERS} are accepted")
     names: set[str] = set()
     groups: list[GroupLayout] = []
     for group in message.groups:
         if any(known.group == group.group for known in groups):
             raise invalid(f"group {group.group} is registered twice")
         groups.append(_check_group(group, message, names, max_page_bytes))
-    if len(names) > MAX_LAYERS:
-        raise invalid(f"{len(names)} layers; at most {MAX_LAYERS} are accepted")
     placement = hashlib.sha256(msgspec.msgpack.encode((message.allocations, message.groups))).digest()
     return WorkerLayout(tuple(groups), placement)
+
+
+def kept_bytes(message: Register) -> int:
+    """About how many bytes the agent keeps of a registration."""
+    layers = [layer for group in message.groups for layer in group.layers]
+    names = sum(len(layer.name) + len(layer.dtype) for layer in layers)
+    return names + _LAYER_BYTES * (len(layers) + len(message.allocations))
 
 
 def pages_of(layouts: list[WorkerLayout]) -> dict[int, GroupPages]:
@@ -160,6 +176,8 @@ def _check_group(group: GroupGeometry, message: Register, names: set[str], max_p
         raise invalid(f"group {group.group} has no layers")
     count = group.layers[0].block_count
     for layer in group.layers:
+        _check_text("a layer's name", layer.name)
+        _check_text("a layer's dtype", layer.dtype)
         if layer.name in names:
             raise invalid(f"layer {layer.name!r} is registered twice")
         names.add(layer.name)
@@ -177,6 +195,11 @@ def _check_group(group: GroupGeometry, message: Register, names: set[str], max_p
         )
     layers = tuple((layer.name, layer.block_bytes, layer.dtype) for layer in group.layers)
     return GroupLayout(group.group, group.kind, group.block_tokens, count, page_bytes, layers)
+
+
+def _check_text(name: str, text: str) -> None:
+    if len(text) > MAX_TEXT:
+        raise invalid(f"{name} has {len(text)} characters; at most {MAX_TEXT} are accepted")
 
 
 def _check_layer(layer: LayerRegion, message: Register) -> None:

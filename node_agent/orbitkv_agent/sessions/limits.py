@@ -1,4 +1,4 @@
-"""How many connections there are, and of whom."""
+"""How many connections there are, and of whom; and what they make the agent keep beside pages."""
 
 from __future__ import annotations
 
@@ -132,6 +132,42 @@ class Connections:
             self._strangers_of[session.peer.uid] -= 1
             if not self._strangers_of[session.peer.uid]:
                 del self._strangers_of[session.peer.uid]
+
+
+class HeldMemory:
+    """Bytes that sessions make the agent keep beside pages: of unfinished frames, of replies that are not read, of
+    requests that take several turns, of registrations. Used by the owner thread only.
+
+    One session may have a lot of it for a moment, and has to: but all together only so much that the agent is not
+    killed for it. Beyond that whoever has most loses the session that has most.
+
+    Args:
+        limit: most bytes of all sessions.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._of: dict[Session, int] = {}
+        self.total = 0
+
+    def note(self, session: Session, size: int) -> None:
+        """A session has so many bytes now."""
+        self.total += size - self._of.pop(session, 0)
+        if size:
+            self._of[session] = size
+
+    @property
+    def too_much(self) -> bool:
+        """Whether a session has to go."""
+        return self.total > self._limit
+
+    def hog(self) -> Session:
+        """The session that has to go, while there is too much."""
+        by_namespace: Counter[str | None] = Counter()
+        for each, held in self._of.items():
+            by_namespace[each.namespace] += held
+        [(most, _)] = by_namespace.most_common(1)
+        return max((each for each in self._of if each.namespace == most), key=self._of.__getitem__)
 
 
 def _user(peer: Peer) -> str:

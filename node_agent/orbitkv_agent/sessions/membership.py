@@ -29,11 +29,11 @@ from orbitkv_agent.guards import guard
 from orbitkv_agent.loop import Loop
 from orbitkv_agent.observe.counters import Counters
 from orbitkv_agent.queries.leases import handle_numbers
-from orbitkv_agent.queries.lookup import MAX_HASH_BYTES
+from orbitkv_agent.queries.lookup import MAX_HASH_BYTES, check_hashes
 from orbitkv_agent.queries.service import QueryService
 from orbitkv_agent.sessions.errors import Refused, invalid, stale
 from orbitkv_agent.sessions.instances import Instance, Instances, Registration
-from orbitkv_agent.sessions.layout import WorkerLayout, check_register
+from orbitkv_agent.sessions.layout import WorkerLayout, check_register, kept_bytes
 from orbitkv_agent.sessions.session import Session, is_own
 from orbitkv_agent.sessions.spaces import KeySpaces
 from orbitkv_agent.store.cache import PageCache
@@ -47,7 +47,9 @@ _STORAGE_WAIT_S: Final = 10.0
 MAX_REGISTRATIONS: Final = 64
 """Of one session."""
 MAX_INSTANCES: Final = 64
-"""That one session may attach."""
+"""That one session may attach,"""
+MAX_INSTANCES_OF_ONE: Final = 512
+"""and all sessions of one cache namespace."""
 CHALLENGES: Final = 2
 """Version of the messages from which on clients know `Challenge`."""
 
@@ -89,14 +91,22 @@ class Membership:
         self.registered_bytes: Counter[str] = Counter()
         self._unanswered: dict[int, tuple[Registration, int, Registered]] = {}
         self._claims: dict[int, _Claim] = {}
+        self._coming: Counter[Session] = Counter()
+        """Registrations whose memory is being opened or proven."""
 
     # -------------------------------------------------------------------------------------------- requests
 
     def attach(self, session: Session, message: AttachInstance) -> InstanceState:
         """Make the session the scheduler of an instance; again, it says how the instance is."""
         known = self._instances.find(session, message.instance)
-        if known is None and sum(each.scheduler is session for each in self._instances) >= MAX_INSTANCES:
-            raise Refused(ErrorKind.BUSY, f"this session has attached {MAX_INSTANCES} instances already")
+        if known is None or known.scheduler is None:
+            attached = [each for each in self._instances if each.scheduler is not None]
+            if sum(each.scheduler is session for each in attached) >= MAX_INSTANCES:
+                raise Refused(ErrorKind.BUSY, f"this session has attached {MAX_INSTANCES} instances already")
+            if sum(each.namespace == session.namespace for each in attached) >= MAX_INSTANCES_OF_ONE:
+                raise Refused(
+                    ErrorKind.BUSY, f"this cache namespace has {MAX_INSTANCES_OF_ONE} engines attached to this agent"
+                )
         instance = self._instances.make(session, message.instance)
         try:
             instance.attach(session, message.key_generation, message.events)
@@ -107,7 +117,7 @@ class Membership:
     def register(self, session: Session, sequence: int, message: Register) -> None:
         """Take a worker into its instance. The answer waits for the device to open the worker's memory, and a while for
         memory that its first pages can go to."""
-        if len(session.registrations) >= MAX_REGISTRATIONS:
+        if len(session.registrations) + self._coming[session] >= MAX_REGISTRATIONS:
             raise Refused(ErrorKind.BUSY, f"this session has {MAX_REGISTRATIONS} registrations already")
         device = self._device
         layout = check_register(
@@ -126,6 +136,7 @@ class Membership:
 
         def opened(memory: object | Refused) -> None:
             if isinstance(memory, Refused):
+                self._decided(session, message)
                 session.refuse(sequence, memory)
                 return
             values = [secrets.token_bytes(PROOF_BYTES) for _ in places]
@@ -135,19 +146,25 @@ class Membership:
             else:
                 self._admit(session, sequence, claim)
 
+        self._coming[session] += 1
+        session.keeps(kept_bytes(message))
         device.open(session, message, opened)
 
+    def _decided(self, session: Session, message: Register) -> None:
+        """A registration does not wait for its memory to be opened or proven any more."""
+        session.keeps(-kept_bytes(message))
+        self._coming[session] -= 1
+        if not self._coming[session]:
+            del self._coming[session]
+
     def _challenge(self, session: Session, sequence: int, claim: _Claim) -> None:
-        if not session.is_open or len(session.registrations) + self._claims_of(session) >= MAX_REGISTRATIONS:
+        if not session.is_open:
+            self._decided(session, claim.message)
             self._device.close(claim.memory)
-            session.refuse(sequence, Refused(ErrorKind.BUSY, f"at most {MAX_REGISTRATIONS} registrations a session"))
             return
         number = next(self._numbers)
         self._claims[number] = claim
         session.reply(sequence, Challenge(number, list(claim.places), list(claim.values)))
-
-    def _claims_of(self, session: Session) -> int:
-        return sum(claim.session is session for claim in self._claims.values())
 
     def challenge_met(self, session: Session, sequence: int, message: ChallengeMet) -> None:
         """The worker says that it wrote what it was told to: look, before anything is ever written there."""
@@ -160,6 +177,7 @@ class Membership:
             if proven:
                 self._admit(session, sequence, claim)
                 return
+            self._decided(claim.session, claim.message)
             self._device.close(claim.memory)
             logger.error("%s registered memory that it cannot write: it is refused", session)
             text = "not-owner: the memory does not hold what this process should have written there: it is not its own"
@@ -168,6 +186,7 @@ class Membership:
         self._device.prove(claim.memory, claim.places, claim.values, looked)
 
     def _admit(self, session: Session, sequence: int, claim: _Claim) -> None:
+        self._decided(claim.session, claim.message)
         try:
             if not session.is_open:
                 raise stale("the session ended while the memory of its worker was opened")
@@ -192,6 +211,7 @@ class Membership:
         instance.join(registration)
         self._registrations[registration.number] = registration
         session.registrations[registration.number] = registration
+        session.keeps(registration.kept_bytes)
         self.registered_bytes[registration.device] += registration.bytes
         if registration.proven:
             self._counters.layout_proofs["known"] += 1
@@ -301,7 +321,8 @@ class Membership:
         if process is not None:
             return registration.session.peer.process == process
         return any(
-            len(self._spaces.of_proof(registration, part.hash_bytes).lookup_run(part.group, part.blob))
+            check_hashes(part)
+            and len(self._spaces.of_proof(registration, part.hash_bytes).lookup_run(part.group, part.blob))
             for part in message.hashes
         )
 
@@ -310,7 +331,9 @@ class Membership:
     def end_stream(self, session: Session) -> None:
         """A session that ended takes part in nothing any more."""
         for number in [number for number, claim in self._claims.items() if claim.session is session]:
-            self._device.close(self._claims.pop(number).memory)
+            claim = self._claims.pop(number)
+            self._decided(session, claim.message)
+            self._device.close(claim.memory)
         for registration in list(session.registrations.values()):
             self._retire(registration)
         for instance in self._instances:
@@ -324,6 +347,7 @@ class Membership:
         self._unanswered.pop(registration.number, None)
         del self._registrations[registration.number]
         del registration.session.registrations[registration.number]
+        registration.session.keeps(-registration.kept_bytes)
         self.registered_bytes[registration.device] -= registration.bytes
         self.registered_bytes = +self.registered_bytes
         registration.instance.leave(registration)

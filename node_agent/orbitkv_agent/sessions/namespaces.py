@@ -129,7 +129,8 @@ class Namespaces:
                 {"pool": self._pool_bytes, "cache_namespaces": {**self._settings, name: settings}}
             )
         except ValidationError as error:
-            words = "; ".join(each["msg"] for each in error.errors(include_url=False, include_input=False))
+            found = error.errors(include_url=False, include_input=False)
+            words = "; ".join(each["msg"].removeprefix("Value error, ") for each in found)
             raise invalid(f"cache namespace {name!r}: {words}") from None
         logger.info("cache namespace %r configured", name)
         self.set(name, settings)

@@ -1,8 +1,9 @@
-"""Who is on the other end of a connection, and whether that process still exists."""
+"""Who is on the other end of a connection, and whether that process still exists; and what that one learns of this."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import select
 import socket
@@ -13,6 +14,7 @@ from functools import cache
 
 _SO_PEERPIDFD = 77  # Linux 6.5; not yet in Python's socket module
 _CREDENTIALS = struct.Struct("iII")
+_PR_SET_DUMPABLE = 4
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,17 @@ class Peer:
         """Close the pidfd."""
         if self.pidfd is not None:
             os.close(self.pidfd)
+
+
+def keep_peers_out() -> None:
+    """Keep this process's memory and descriptors from others of its user: only a tracer's right opens them then.
+
+    Whoever connects has a pidfd of who listens, also from another container, and root in one is the same user as root
+    in another. It leaves no core dumps either. (A user's own agent has no such peers; there files of this process in
+    /proc would belong to root.)
+    """
+    if os.geteuid() == 0:
+        ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 
 def peer_of(connection: socket.socket) -> Peer:

@@ -26,7 +26,7 @@ from orbitkv_agent.loop import Deadlines, Loop
 from orbitkv_agent.observe.counters import Counters
 from orbitkv_agent.sessions.admission import Admission, Grant
 from orbitkv_agent.sessions.errors import Refused, Rejected, bad_frame, stale
-from orbitkv_agent.sessions.limits import Connections
+from orbitkv_agent.sessions.limits import Connections, HeldMemory
 from orbitkv_agent.sessions.peers import peer_of
 from orbitkv_agent.sessions.session import Session, SessionEvents
 
@@ -46,6 +46,11 @@ _MISSED_HEARTBEATS: Final = 3
 _CLIENT_NAME_LENGTH: Final = 64
 _SHORTCUT_SINCE: Final = 2
 """Version of the records."""
+_PERMIT: Final = 4
+"""Place of the permit among the descriptors that a client gets."""
+_HELD_BYTES: Final = 64 << 20
+_HELD_SHARE: Final = 512
+"""What sessions may make the agent keep: so many bytes and one part in so many of the pool."""
 _COMPLAINTS: Final = 30
 """Refused connections that are logged,"""
 _COMPLAINTS_S: Final = 60.0
@@ -192,6 +197,7 @@ class Server(SessionEvents):
         self._left = left
         self._admission = admission
         self._connections = Connections(config)
+        self._held = HeldMemory(_HELD_BYTES + config.pool_bytes // _HELD_SHARE)
         self._asked: dict[Session, None] = {}
         """Sessions whose hello waits for the admission's answer."""
         self._complaints = 0
@@ -320,8 +326,22 @@ class Server(SessionEvents):
         elif self._complaints == _COMPLAINTS + 1:
             logger.warning("more connections that are refused within this minute are counted and not logged")
 
+    def holds(self, session: Session, size: int) -> None:
+        """Take note of it; where all sessions together hold too much, one has to go, as soon as nobody has a turn."""
+        self._held.note(session, size)
+        if self._held.too_much:
+            self._loop.soon(self._relieve)
+
+    def _relieve(self) -> None:
+        while self._held.too_much:
+            hog = self._held.hog()
+            logger.warning("%s: closed, because clients make the agent keep %d bytes", hog, self._held.total)
+            text = "clients made the agent keep more than it may, and this session the most; attach again"
+            self.expel(hog, Rejected("too-much-held", ErrorKind.BUSY, text))
+
     def stream_ended(self, session: Session, reason: str) -> None:
         """Free what a connection takes; queries and registrations end."""
+        self._held.note(session, 0)
         self._hello.discard(session)
         self._silent.discard(session)
         self._asked.pop(session, None)
@@ -384,7 +404,7 @@ class Server(SessionEvents):
         records = session.open(grant.namespace, hello.client[:_CLIENT_NAME_LENGTH])
         shared = [records.fd, session.hint_fd, self._pidfd]
         if versions[1] >= _SHORTCUT_SINCE:
-            shared.append(session.open_shortcut())
+            shared += [session.open_shortcut(), records.permit.share()]
         session.administrator = grant.administrator
         session.messages_version = versions[0]
         session.trusted = self._config.cluster is None
@@ -408,6 +428,8 @@ class Server(SessionEvents):
             ),
             shared,
         )
+        for fd in shared[_PERMIT:]:  # a description of the client's own
+            os.close(fd)
         logger.info("%s opened for cache namespace %r", session, hello.cache_namespace)
 
     def join(self, session: Session, message: JoinSession) -> Reply:

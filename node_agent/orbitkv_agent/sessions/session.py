@@ -8,7 +8,9 @@ CLOSED     the process said goodbye, exited, or held nothing
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
+import mmap
 import os
 import select
 import socket
@@ -42,8 +44,10 @@ _READABLE: Final = select.EPOLLIN | select.EPOLLHUP | select.EPOLLERR
 _WRITABLE: Final = select.EPOLLOUT
 _FRAMES_A_TURN: Final = 32
 """Requests of one session that are served in a row: a flood of small ones must not keep the others waiting."""
-_TURN_S: Final = 0.001
+_TURN_S: Final = 0.0005
 """Nor a few large ones: after this long the next one waits for another turn. (A step waits 5 ms for its answer.)"""
+_HINT: Final = (1).to_bytes(8, "little")
+"""As an eventfd reads, which earlier releases passed."""
 _LAST_READS: Final = 64
 """Reads of what a process left in the socket when it exited."""
 
@@ -61,6 +65,9 @@ class SessionEvents(Protocol):
 
     def frame(self, session: Session, sequence: int, body: bytes | memoryview) -> None:
         """A whole frame came. `body` is valid only until this returns."""
+
+    def holds(self, session: Session, size: int) -> None:
+        """The session makes the agent keep so many bytes now. To end sessions for it is for another turn."""
 
     def stream_ended(self, session: Session, reason: str) -> None:
         """No request comes any more, and no reply can be sent. `reason` is one word for the metrics, or ""."""
@@ -84,7 +91,8 @@ class Session:
         client: the client's own name, for people.
         messages_version: of the protocol, once `open`.
         trusted: it may open memory by a handle without showing that it may write there.
-        records, hint_fd: shared with the client, once `open`.
+        records, hint_fd: shared with the client, once `open`. (What is passed shares its flags: a client can make the
+            agent wait on it. So of the hint, a pipe, the client gets the reading end, and the agent only writes.)
         operations: query operations by the client's number.
         registrations, saves, restores: by the agent's number.
         last_heard: when the last request came, in seconds of the loop's clock.
@@ -104,7 +112,7 @@ class Session:
         self.messages_version = MESSAGES.lowest
         self.trusted = True
         self.records: RecordWriter | None = None
-        self.hint_fd = -1
+        self.hint_fd = self._hint = -1
         self.operations: dict[int, QueryOperation] = {}
         self.registrations: dict[int, Registration] = {}
         self.saves: dict[int, Save] = {}
@@ -120,6 +128,9 @@ class Session:
         self._reader = framing.FrameReader(framing.MAX_HELLO_BYTES)
         self._backlog: deque[tuple[int, bytes | memoryview]] = deque()
         self._steps: Generator[None] | None = None
+        self._kept_bytes = 0  # see `keeps`
+        self._request_bytes = 0  # of the request that is served, or takes several turns
+        self._noted = 0  # what was said of the bytes that it holds
         self._shortcut: ShortcutEnd | None = None
         self._received = 0  # bytes, by the socket
         self._exited = False
@@ -153,7 +164,8 @@ class Session:
         self.namespace = namespace
         self.client = client
         self.records = RecordWriter()
-        self.hint_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self.hint_fd, self._hint = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        fcntl.fcntl(self._hint, fcntl.F_SETPIPE_SZ, mmap.PAGESIZE)
         self._reader.max_bytes = framing.MAX_FRAME_BYTES
         return self.records
 
@@ -200,8 +212,8 @@ class Session:
             return
         if counter is not None:
             self.records.bump(counter)
-        with contextlib.suppress(BlockingIOError):  # a client that fills the eventfd misses hints, not records
-            os.eventfd_write(self.hint_fd, 1)
+        with contextlib.suppress(BlockingIOError):  # a client that does not read has hundreds of hints to read already
+            os.write(self._hint, _HINT)
 
     def refuse(self, sequence: int, error: Refused) -> None:
         """Send a refusal as the reply to request `sequence`."""
@@ -209,6 +221,8 @@ class Session:
 
     def refuse_stream(self, kind: ErrorKind, message: str, sequence: int = 0) -> None:
         """Send a last refusal if it fits, without waiting. With sequence 0 it refuses the connection as such."""
+        if self._outbox:  # it would end up in the middle of another frame
+            return
         with contextlib.suppress(OSError):
             self._socket.send(framing.encode(Refusal(kind, message), sequence), socket.MSG_NOSIGNAL)
 
@@ -216,6 +230,7 @@ class Session:
         # What waits must survive its owner, so descriptors are duplicated for the wait.
         self._outbox.append((rest, [os.dup(fd) for fd in descriptors]))
         self._outbox_bytes += len(rest)
+        self._note_held()
         if self._outbox_bytes > MAX_WAITING_BYTES:
             logger.warning("%s: closed, because it left %d bytes of replies unread", self, self._outbox_bytes)
             self.end_stream("not-reading")
@@ -245,6 +260,7 @@ class Session:
     def _on_socket(self, events: int) -> None:
         if events & _WRITABLE:
             self._flush()
+            self._note_held()
         if events & _READABLE and self.state is SessionState.OPEN and not self._backlog and self._steps is None:
             self._read(whole=False)
             if self._shortcut is not None and self.state is SessionState.OPEN:
@@ -272,6 +288,7 @@ class Session:
             return False
         self._received += size
         self.last_heard = self._loop.now()
+        self._note_held()
         self._backlog.extend(frames)  # of several frames the bodies are their own; one alone is served now
         self._serve(whole=whole)
         return self.state is SessionState.OPEN
@@ -286,6 +303,7 @@ class Session:
                     break
                 served += 1
                 sequence, body = backlog.popleft()
+                self._request_bytes = len(body)
                 if not (sequence and self._shortcut is not None and self._served(self._shortcut, sequence)):
                     self._events.frame(self, sequence, body)
                 if self.state is not SessionState.OPEN:
@@ -314,6 +332,7 @@ class Session:
         if request is None:
             return False
         self.last_heard = self._loop.now()
+        self._request_bytes = len(request[1])
         self._events.frame(self, *request)
         return True
 
@@ -337,9 +356,25 @@ class Session:
             if self.state is SessionState.OPEN:
                 self._steps = steps
                 self._loop.soon(self._go_on)
+                self._note_held()
             else:
                 steps.close()
             return
+        self._note_held()
+
+    def keeps(self, more: int) -> None:
+        """The agent keeps so many bytes more, or less, of what the client has sent."""
+        self._kept_bytes += more
+        self._note_held()
+
+    def _note_held(self) -> None:
+        """Say how many bytes are held, if that has changed."""
+        held = self._kept_bytes + self._reader.pending_bytes + self._outbox_bytes
+        if self._steps is not None:
+            held += self._request_bytes
+        if held != self._noted and self.state is SessionState.OPEN:
+            self._noted = held
+            self._events.holds(self, held)
 
     def _go_on(self) -> None:
         """Go on with a request that takes several turns, or else with the next ones of a piece that came at once."""
@@ -387,6 +422,7 @@ class Session:
                 os.close(fd)
         self._outbox.clear()
         self._outbox_bytes = 0
+        self._reader = framing.FrameReader(0)
         self._drop_steps()
         self._events.stream_ended(self, reason)
         # The end of a stream proves nothing about the copies of the process that had it.
@@ -416,3 +452,4 @@ class Session:
                 self._shortcut.close()
                 self._shortcut = None
             os.close(self.hint_fd)
+            os.close(self._hint)

@@ -30,6 +30,11 @@ from orbitkv_agent.store.residency import PageRun, Residency
 from orbitkv_agent.store.statistics import StoreStats, collect_stats, verify_invariants
 
 _PAUSE_SECONDS = 0.001
+MAX_GROUPS_OF_ONE = 1 << 12
+"""Groups of models that one namespace may have pages of: an engine names its model itself, and whoever names a new one
+each time must not take the numbers, and the agent's memory, from others."""
+MAX_KEY_SPACES_OF_ONE = 2 * MAX_GROUPS_OF_ONE
+"""The same for models, with and without pages."""
 _NO_ENTRIES: Entries = np.zeros(0, np.int64)
 
 
@@ -181,7 +186,7 @@ class PageCache:
         """The key space of a model identity and key generation in a namespace, at the namespace's reset generation.
 
         Engines of the same identity share it. Raises ValueError if it is open with other `shards` or `hash_bytes`.
-        Starts making the namespace's first arena (see `is_ready`).
+        Starts making the namespace's first arena (see `is_ready`). Of thousands, those without entries are dropped.
         """
         if not 1 <= hash_bytes <= KEY_BYTES:
             raise ValueError(f"Engine hashes of {hash_bytes} bytes are not served: 1 to {KEY_BYTES} are.")
@@ -196,7 +201,10 @@ class PageCache:
                     f" {shards} and {hash_bytes}: its identity must differ, too."
                 )
             return known
+        if owner.key_spaces >= MAX_KEY_SPACES_OF_ONE:
+            self._drop_empty(owner)
         key_space = KeySpace(self._index, owner, identity, key_generation, shards, hash_bytes)
+        owner.key_spaces += 1
         self._key_spaces[(namespace, identity, key_generation)] = key_space
         self._reclaimer.prepare(owner)
         return key_space
@@ -206,8 +214,19 @@ class PageCache:
         key = (key_space.namespace.name, key_space.identity, key_space.key_generation)
         if self._key_spaces.get(key) is key_space:
             del self._key_spaces[key]
+            key_space.namespace.key_spaces -= 1
         if not key_space.closed and self._index.close(key_space):
             self._reclaimer.sweep()
+
+    def takes(self, key_space: KeySpace, group: int) -> bool:
+        """Whether pages of this group may be kept. Where a namespace has as many groups as it may, key spaces of its
+        without entries are dropped first; whoever uses such a one opens it again."""
+        if group in key_space.groups:
+            return True
+        namespace = key_space.namespace
+        if namespace.groups >= MAX_GROUPS_OF_ONE:
+            self._drop_empty(namespace, but=key_space)
+        return namespace.groups < MAX_GROUPS_OF_ONE and not self._index.full
 
     def is_ready(self, namespace: str) -> bool:
         """Whether the namespace has an arena that takes pages. Until then reservations drop them (`pool_full`)."""
@@ -297,8 +316,8 @@ class PageCache:
     def reserve(self, key_space: KeySpace, group: int, hashes: bytes, shard: int, page_bytes: int) -> Reservation:
         """Get places for the pages of `shard` that are neither kept nor being written already, first hashes first.
 
-        Evicts where needed and drops what cannot be had. Raises ValueError if the key space was dropped, or keeps this
-        group and shard with another page size.
+        Evicts where needed and drops what cannot be had. The caller asked `takes`. Raises ValueError if the key space
+        was dropped, or keeps this group and shard with another page size.
         """
         self.arenas.poll()
         known = key_space.group(group)
@@ -356,6 +375,7 @@ class PageCache:
         Raises ValueError, and changes nothing, if it was committed or aborted before.
         """
         reservation.close()
+        self._index.grow()
         entries, rows = reservation.entries, rows_of(reservation.run)
         if not len(entries):
             return
@@ -387,6 +407,7 @@ class PageCache:
         Raises ValueError, and changes nothing, if it was committed or aborted before.
         """
         reservation.close()
+        self._index.grow()
         entries = reservation.entries
         if not len(entries):
             return
@@ -473,6 +494,12 @@ class PageCache:
                 self._gone.add(namespace.counters)
                 del self._namespaces[name]
                 self._dropped.discard(name)
+
+    def _drop_empty(self, namespace: Namespace, but: KeySpace | None = None) -> None:
+        """Drop the key spaces of a namespace that have no entries, complete or not."""
+        for key_space in self._key_spaces_of(namespace.name):
+            if key_space is not but and not any(group.entries for group in key_space.groups.values()):
+                self.drop_key_space(key_space)
 
     def _namespace(self, name: str) -> Namespace:
         namespace = self._namespaces.get(name)

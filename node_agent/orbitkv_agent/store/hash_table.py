@@ -22,6 +22,7 @@ _TAG_TOP = 1 << 32  # set in every tag: an empty slot (0) then matches none
 _MASK64 = (1 << 64) - 1
 _FIRST_BUCKETS = 1 << 10
 _SPLIT_BATCH = 512  # buckets: fewer at a time are not worth the calls
+_MOST_DUE = 8  # insertions leave up to one bucket in so many to `grow`
 _BUCKET_BYTES = 8 * _SLOTS
 _unpack_words = struct.Struct(f"<{KEY_WORDS}Q").unpack_from
 _unpack_slots = struct.Struct(f"<{_SLOTS}q").unpack_from
@@ -41,7 +42,7 @@ class HashTable:
     compared in full by every look-up. A slot is one int64, (tag << 30 | index); four slots make a bucket; what finds
     its bucket full goes to a list of its own (well under one entry in a hundred).
 
-    Linear hashing: each insertion splits a few buckets, so the table grows in place and in step with its contents, and
+    Linear hashing: a few buckets are split at a time, so the table grows in place and in step with its contents, and
     there is no moment at which millions of entries move. It does not shrink.
 
     The hash is multiply-add with secret odd factors: nobody outside can choose keys that collide.
@@ -65,6 +66,11 @@ class HashTable:
         self._half = _FIRST_BUCKETS  # buckets at the start of the current round of splits; a power of two
         self._buckets = _FIRST_BUCKETS
         self.count = 0
+
+    @property
+    def buckets(self) -> int:
+        """Buckets so far."""
+        return self._buckets
 
     @property
     def spilled(self) -> int:
@@ -123,8 +129,15 @@ class HashTable:
         if tags is None:
             tags = self._tags_of(entries)
         self.count += len(entries)
-        self._grow()
+        while (more := self._due - self._buckets // _MOST_DUE) >= _SPLIT_BATCH:
+            self._split(more)
         self._place(self._bucket(tags), tags << _INDEX_BITS | entries)
+
+    def grow(self) -> None:
+        """Split a batch of buckets, if so many are due. To be called at some other time after each insertion, which
+        takes long enough as it is."""
+        if (due := self._due) >= _SPLIT_BATCH:
+            self._split(min(due, 2 * _SPLIT_BATCH))
 
     def remove(self, entries: Indices) -> None:
         """Remove distinct entries; their key and owner must still be in the columns."""
@@ -186,23 +199,25 @@ class HashTable:
         buckets -= (buckets >= self._buckets) * np.int64(self._half)
         return buckets
 
-    def _grow(self) -> None:
-        """Split buckets, in order, until there are three for every two entries."""
-        wanted = min(3 * self.count // 2, self._max_buckets) - self._buckets
-        while wanted >= _SPLIT_BATCH:
-            split = self._buckets - self._half
-            count = min(wanted, self._half - split)
-            old = self._slots[split : split + count]
-            moves = (old >> _INDEX_BITS & self._half) != 0
-            self._slots[self._buckets : self._buckets + count] = np.where(moves, old, 0)
-            old[moves] = 0
-            self._buckets += count
-            spilt = split + np.flatnonzero(self._spilled[split : split + count])
-            if len(spilt):
-                self._place_again(spilt)
-            wanted -= count
-            if self._buckets == 2 * self._half:
-                self._half = self._buckets
+    @property
+    def _due(self) -> int:
+        """Buckets to be split until there are three for every two entries."""
+        return min(3 * self.count // 2, self._max_buckets) - self._buckets
+
+    def _split(self, count: int) -> None:
+        """Split the next buckets: `count` of them, or those that are left of this round."""
+        split = self._buckets - self._half
+        count = min(count, self._half - split)
+        old = self._slots[split : split + count]
+        moves = (old >> _INDEX_BITS & self._half) != 0
+        self._slots[self._buckets : self._buckets + count] = np.where(moves, old, 0)
+        old[moves] = 0
+        self._buckets += count
+        spilt = split + np.flatnonzero(self._spilled[split : split + count])
+        if len(spilt):
+            self._place_again(spilt)
+        if self._buckets == 2 * self._half:
+            self._half = self._buckets
 
     def _place_again(self, buckets: Indices) -> None:
         """After a split there is room for what had spilled."""

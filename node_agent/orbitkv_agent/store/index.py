@@ -12,7 +12,7 @@ from orbitkv_agent.store.hash_table import KEY_BYTES, KEY_WORDS, HashTable, Indi
 from orbitkv_agent.store.memory import lazy_zeros
 from orbitkv_agent.store.namespaces import Namespace
 
-MAX_GROUPS = 1 << 16
+MAX_GROUPS = 1 << 20
 MAX_SHARDS = 64
 
 Run = range | Entries
@@ -210,7 +210,7 @@ class Index:
         self._scalar_keys = self.entries.keys.data.cast("B")
         self._scalar_visible = self.entries.visible.data
         self._free_owners: list[int] = []
-        self.closed: npt.NDArray[np.bool_] = np.zeros(MAX_GROUPS, np.bool_)
+        self.closed: npt.NDArray[np.bool_] = lazy_zeros(MAX_GROUPS, np.bool_)
         """By owner: whether its key space was dropped."""
         self.closing = 0
         """Dropped groups that still have entries."""
@@ -220,17 +220,21 @@ class Index:
         """Entries that exist, complete or not."""
         return self._table.count
 
+    @property
+    def full(self) -> bool:
+        """Whether no group can be added."""
+        return not self._free_owners and len(self.groups) >= MAX_GROUPS
+
     def add_group(self, key_space: KeySpace, number: int) -> Group:
-        """Register a group. Raises OverflowError when there are too many."""
+        """Register a group. Raises OverflowError when the index is `full`."""
+        if self.full:
+            raise OverflowError(f"The store already keeps {MAX_GROUPS - 1} groups of models.")
         if self._free_owners:
             owner = self._free_owners.pop()
-        elif len(self.groups) < MAX_GROUPS:
+        else:
             owner = len(self.groups)
             self.groups.append(None)
-        else:
-            raise OverflowError(
-                f"The store already keeps {MAX_GROUPS - 1} groups of models: delete unused cache namespaces."
-            )
+        key_space.namespace.groups += 1
         group = self.groups[owner] = Group(key_space, number, owner)
         self.closed[owner] = False
         return group
@@ -304,6 +308,10 @@ class Index:
         group.entries += len(run)
         return run
 
+    def grow(self) -> None:
+        """See `HashTable.grow`: to be called once after each `add`, in another turn."""
+        self._table.grow()
+
     def remove(self, group: Group, entries: Entries) -> None:
         """Remove entries of one group; their pages were released."""
         self._table.remove(entries)
@@ -315,6 +323,7 @@ class Index:
         if group.key_space.closed and group.entries == 0 and self.groups[group.owner] is group:
             self.groups[group.owner] = None
             self.closing -= 1
+            group.key_space.namespace.groups -= 1
             self._free_owners.append(group.owner)
 
     def _run_length(self, first: int, blob: bytes, position: int, limit: int, group: Group) -> int:

@@ -51,7 +51,8 @@ class Namespace:
 
     `used_bytes` counts pages at padded size, from their reservation to their release. `quota_bytes` bounds it (None:
     the pool does). `guaranteed_bytes` of it are never evicted for another namespace. `insert_class` is what fresh
-    entries get. Entries of a lower `reset_generation` than the current one are gone.
+    entries get. Entries of a lower `reset_generation` than the current one are gone. `key_spaces` and `groups` say how
+    many its models have.
     """
 
     def __init__(self, namespace_id: int, name: str, last_ticks: npt.NDArray[np.int64]) -> None:
@@ -63,6 +64,8 @@ class Namespace:
         self.reset_generation = 0
         self.used_bytes = 0
         self.pages = 0
+        self.key_spaces = 0
+        self.groups = 0
         self.counters = NamespaceCounters()
         self._logs = [AccessLog(last_ticks) for _ in RetentionClass]
 

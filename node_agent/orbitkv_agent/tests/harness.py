@@ -118,6 +118,8 @@ class World:
         for session in list(self.agent.server.sessions):
             session.close()
         if kind is None:
+            if self.agent.device.copier is not None:  # its threads tell of ends, perhaps later than the records do
+                self.until(lambda: not any(self.agent.oracle().values()))
             self.agent.cache.check_invariants()
             assert not any(self.agent.oracle().values()), self.agent.oracle()
         self.agent.request_stop()

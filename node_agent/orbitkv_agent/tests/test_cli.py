@@ -31,9 +31,11 @@ from orbitkv.protocol.messages import (
     Status,
     Welcome,
 )
+from orbitkv_agent import cli
 from orbitkv_agent.admin import may_be_trusted
 from orbitkv_agent.cli import FAILED, NO_AGENT, OK, USAGE, main
 from orbitkv_agent.config import AgentConfig
+from orbitkv_agent.host_memory import MemoryAllowance
 from orbitkv_agent.observe.tests.examples import MIB, example_snapshot
 from orbitkv_agent.sessions.server import SocketTakenError
 from orbitkv_crds.names import AGENT_SEES_NO_GPU
@@ -290,6 +292,17 @@ def test_serve_runs_until_sigterm_and_tells_the_size_of_the_pool(
     assert entry["event"] == "pool sized"
     assert entry["pool_bytes"] > 0
     assert entry["given_by"].startswith("default: half of ")
+
+
+def test_serve_says_that_the_pool_is_larger_than_the_memory(
+    played: type[PlayedAgent], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "memory_allowance", lambda: MemoryAllowance(1 << 30, "control group limit in /x"))
+    for pool, warnings in (("1GiB", 0), ("1025MiB", 1)):
+        main(["serve", "--pool", pool, "--log-level", "warning"])
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) == warnings
+        assert all("1 GiB (control group limit in /x)" in line and "lower --pool" in line for line in lines)
 
 
 def test_serve_that_could_not_drain_is_a_failure(played: type[PlayedAgent]) -> None:

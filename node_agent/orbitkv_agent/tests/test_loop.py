@@ -215,6 +215,24 @@ def test_time_of_looking_is_not_counted_and_that_of_what_was_found_is(busy_loop:
     assert 0.03 <= busy_loop.longest_turn_s < 0.1
 
 
+def test_a_turn_knows_how_long_it_took_so_far_and_the_next_one_begins_anew(loop: Loop) -> None:
+    took: list[float] = []
+
+    def work() -> None:
+        end = time.thread_time() + 0.03
+        while time.thread_time() < end:
+            pass
+        took.append(loop.turn_s)
+
+    loop.soon(work)
+    loop.soon(lambda: took.append(loop.turn_s))
+    loop.run_once(0)
+    loop.soon(work)
+    loop.soon(lambda: took.append(loop.turn_s))
+    loop.run_once(0)
+    assert 0.03 <= took[2] < 0.1 and 0 <= took[3] < 0.02, took
+
+
 def test_a_handler_that_forgets_another_keeps_it_from_running(loop: Loop) -> None:
     pipes = [os.pipe(), os.pipe()]
     seen: list[int] = []

@@ -10,17 +10,9 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import pytest
-
 from orbitkv.protocol.messages import Hello, Ping, Pong, Welcome
 from orbitkv_agent.tests.child_engine import Connection
 from orbitkv_agent.tests.harness import PAGE, World, hashes
-
-
-@pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    with World(tmp_path) as world:
-        yield world
 
 
 def serve_until(world: World, condition: Callable[[], bool], seconds: float = 20) -> None:

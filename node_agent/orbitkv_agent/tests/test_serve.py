@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -96,6 +97,32 @@ def test_agent_serves_tells_about_itself_and_drains_on_sigterm(
     serving.process.send_signal(signal.SIGTERM)
     assert serving.process.wait(timeout=30) == OK
     assert main(["status", "--socket", socket_path]) == NO_AGENT
+
+
+_THIEF = """
+import ctypes, os, socket, sys
+agent = socket.socket(socket.AF_UNIX)
+agent.connect(sys.argv[1])
+pidfd = agent.getsockopt(socket.SOL_SOCKET, 77)  # SO_PEERPIDFD
+getfd = 438
+library = ctypes.CDLL(None)
+print(sum(library.syscall(getfd, pidfd, number, 0) >= 0 for number in range(64)))
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("setpriv") is None, reason="needs root, and setpriv")
+def test_no_root_of_another_container_takes_descriptors_of_the_agent(tmp_path: Path) -> None:
+    """A pod's root without a tracer's right, and the agent without any."""
+    socket_path = str(tmp_path / "agent.sock")
+    without = ["setpriv", "--inh-caps=-all"]
+    agent = [*without, "--bounding-set=-all", *command(socket_path, "127.0.0.1:0", "--log-format", "json")]
+    with subprocess.Popen(agent, stderr=subprocess.PIPE, bufsize=0) as process:
+        try:
+            Serving(process, socket_path)
+            thief = [*without, "--bounding-set=-sys_ptrace", sys.executable, "-c", _THIEF, socket_path]
+            assert subprocess.check_output(thief, text=True, timeout=START_SECONDS) == "0\n"
+        finally:
+            process.kill()
 
 
 def test_second_agent_on_the_same_socket_is_refused_and_the_first_serves_on(serving: Serving) -> None:

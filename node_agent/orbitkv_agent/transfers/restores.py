@@ -16,10 +16,17 @@ import numpy as np
 import numpy.typing as npt
 
 from orbitkv.protocol.errors import ErrorKind
-from orbitkv.protocol.messages import PagePlaces, RecordRef, RestoreDone, RestorePlan, StartRestore
+from orbitkv.protocol.messages import (
+    PagePlaces,
+    RecordRef,
+    RestoreDone,
+    RestorePlan,
+    StartLayeredRestore,
+    StartRestore,
+)
 from orbitkv.protocol.records import RecordState
 from orbitkv_agent import faults
-from orbitkv_agent.devices.base import Copier, Copy, CopyPart, Word
+from orbitkv_agent.devices.base import Copier, Copy, CopyPart
 from orbitkv_agent.guards import guard
 from orbitkv_agent.loop import Loop
 from orbitkv_agent.observe.counters import Counters
@@ -29,6 +36,7 @@ from orbitkv_agent.sessions.errors import invalid, stale
 from orbitkv_agent.sessions.instances import Registration
 from orbitkv_agent.sessions.session import Session, SessionState, is_own
 from orbitkv_agent.transfers.plans import Checked, PlanRefused, check_blocks, group_of, same_groups
+from orbitkv_agent.transfers.progress import CopyProgress
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +70,7 @@ class _Waiting:
     lease: Lease
     bytes: int
     blocks: list[Checked] = field(default_factory=list)
+    layered: bool = False
     accepted: Restore | None = None
 
 
@@ -111,7 +120,8 @@ class Restores:
             raise refusal.count(self._counters.plans_refused) from None
         if session.records is None:
             return
-        waiting = _Waiting(session, sequence, registration, lease, size, blocks)
+        layered = isinstance(message, StartLayeredRestore)
+        waiting = _Waiting(session, sequence, registration, lease, size, blocks, layered)
         lane = self._lane(registration)
         begins = self._in_flight[lane] < self._limit
         if self._copier is not None:
@@ -248,7 +258,8 @@ class Restores:
                 lambda error: self._copied(restore, error),
                 to_engine=True,
                 landed=lambda: _tell(restore),
-                word=_word(restore),
+                progress=CopyProgress.of(restore.session.records, restore.record, RecordState.DONE),
+                layered=waiting.layered,
             )
 
     def _copied(self, restore: Restore, error: str) -> None:
@@ -290,14 +301,6 @@ class Restores:
             self._waiting.pop(lane, None)
             if not self._in_flight[lane]:
                 del self._in_flight[lane]
-
-
-def _word(restore: Restore) -> Word | None:
-    """What a device that can writes into the record by itself when all bytes are in place."""
-    records = restore.session.records
-    if records is None:
-        return None
-    return Word(records.place(restore.record), records.word(restore.record, RecordState.DONE))
 
 
 def _tell(restore: Restore) -> None:

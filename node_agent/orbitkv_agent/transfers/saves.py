@@ -41,6 +41,7 @@ from orbitkv_agent.sessions.spaces import KeySpaces
 from orbitkv_agent.store.cache import PageCache, Reservation
 from orbitkv_agent.store.index import KeySpace
 from orbitkv_agent.transfers.plans import Blocks, PlanRefused, check_blocks, group_of, same_groups
+from orbitkv_agent.transfers.progress import CopyProgress
 
 if TYPE_CHECKING:
     from orbitkv_agent.sessions.membership import Membership
@@ -49,9 +50,13 @@ logger = logging.getLogger(__name__)
 
 MAX_SAVES: Final = 1024
 """Saves of one session that may be in flight, and in one batch."""
+SAVE_BYTES: Final = 2 << 10
+"""About what one takes in the agent, beside its pages."""
 N = TypeVar("N", bound=np.unsignedinteger[Any])
 _TURN_PAGES: Final = 128
 """Pages that are granted in one turn. Half as many take almost as long: it is the number of calls that costs."""
+_LONG_TURN_S: Final = 0.0007
+"""Where a turn took so long already, what is left of a save is done in the next one."""
 _DROPPED: Final = {"pool_full": "pool-full"}
 
 
@@ -171,12 +176,12 @@ class Saves:
         """
         try:
             self._refuse_when_draining(message)
+            if len(session.saves) + len(message.saves) > MAX_SAVES:
+                raise PlanRefused("busy", f"this session has {len(session.saves)} saves in flight", ErrorKind.BUSY)
             checked: list[tuple[Registration, list[_Part]]] = []
             for request in message.saves:
                 checked.append(self._check(session, request))
                 yield
-            if len(session.saves) + len(checked) > MAX_SAVES:
-                raise PlanRefused("busy", f"this session has {len(session.saves)} saves in flight", ErrorKind.BUSY)
         except PlanRefused as refusal:
             raise refusal.count(self._counters.plans_refused) from None
         saves: list[Save] = []
@@ -270,7 +275,7 @@ class Saves:
             raise Refused(ErrorKind.UNAVAILABLE, "the agent is shutting down and keeps nothing more")
 
     def _make_room(self, request: SaveRequest, registration: Registration, part: _Part, piece: bytes) -> bool:
-        space, _ = self._space(registration, part.hash_bytes, request.proof)
+        space, _ = self._space(registration, part, request.proof)
         shard = 0 if request.proof else registration.shard
         return space is not None and self._cache.make_room(space, part.group.group, piece, shard, part.group.page_bytes)
 
@@ -288,18 +293,25 @@ class Saves:
                         reserved.append(_Reserved(part))
                     if self._make_room(request, registration, part, piece):
                         yield
-                    self._refuse_when_draining(message)
-                    if registration.retired:
-                        raise PlanRefused(
-                            "stale",
-                            f"unknown-registration: {registration.number} was retired meanwhile; register again",
-                            ErrorKind.STALE,
-                        ).count(self._counters.plans_refused)
+                    self._refuse_what_ended(message, registration)
                     self._reserve(request, registration, reserved[-1], piece)
+            if self._loop.turn_s > _LONG_TURN_S:
+                yield
+                self._refuse_what_ended(message, registration)
         except BaseException:
             self._abort(reserved)
             raise
         return reserved
+
+    def _refuse_what_ended(self, message: SubmitSaves, registration: Registration) -> None:
+        """Look again after others had a turn."""
+        self._refuse_when_draining(message)
+        if registration.retired:
+            raise PlanRefused(
+                "stale",
+                f"unknown-registration: {registration.number} was retired meanwhile; register again",
+                ErrorKind.STALE,
+            ).count(self._counters.plans_refused)
 
     def _abort(self, parts: list[_Reserved]) -> None:
         for part in parts:
@@ -309,7 +321,7 @@ class Saves:
     def _reserve(self, request: SaveRequest, registration: Registration, reserved: _Reserved, piece: bytes) -> None:
         """Get places for a piece of a part."""
         part, count = reserved.part, len(piece) // reserved.part.hash_bytes
-        space, reason = self._space(registration, part.hash_bytes, request.proof)
+        space, reason = self._space(registration, part, request.proof)
         if space is None:
             reserved.dropped[reason] += count
         else:
@@ -334,6 +346,7 @@ class Saves:
         )
         self._saves[save.number] = save
         session.saves[save.number] = save
+        session.keeps(SAVE_BYTES)
         instance.saves += 1
         registration.copy_started()
         plan = SavePlan(save.number, record, [], [], 0, {})
@@ -368,19 +381,25 @@ class Saves:
         for word, count in reserved.dropped.items():
             plan.dropped[word] = plan.dropped.get(word, 0) + count
 
-    def _space(self, registration: Registration, hash_bytes: int, proof: bool) -> tuple[KeySpace | None, str]:
-        """Where the pages of a save belong; else why nowhere."""
+    def _space(self, registration: Registration, part: _Part, proof: bool) -> tuple[KeySpace | None, str]:
+        """Where the pages of a part belong; else why nowhere."""
         if proof:
-            return self._spaces.of_proof(registration, hash_bytes), ""
-        if not registration.proven or registration.instance.off:
+            space = self._spaces.of_proof(registration, part.hash_bytes)
+        elif not registration.proven or registration.instance.off:
             return None, "unproven"
-        if not registration.instance.sealed:
+        elif not registration.instance.sealed:
             return None, "not-serving"
-        return self._spaces.of(registration.instance, hash_bytes), ""
+        else:
+            space = self._spaces.of(registration.instance, part.hash_bytes)
+        return (space, "") if self._cache.takes(space, part.group.group) else (None, "too-many-models")
 
     def _begin(self, save: Save, copier: Copier) -> None:
         save.copy = copier.start(
-            save.registration, save.parts, lambda error: self._copied(save, error), to_engine=False
+            save.registration,
+            save.parts,
+            lambda error: self._copied(save, error),
+            to_engine=False,
+            progress=CopyProgress.of(save.session.records, save.record),
         )
         save.parts = []
 
@@ -409,6 +428,7 @@ class Saves:
     def _end(self, save: Save, *, copied: bool) -> None:
         del self._saves[save.number]
         del save.session.saves[save.number]
+        save.session.keeps(-SAVE_BYTES)
         for reservation in save.reservations:
             if copied:
                 self._cache.commit(reservation)

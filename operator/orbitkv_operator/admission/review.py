@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 
 Object = Mapping[str, Any]
 Outcome = Literal["injected", "skipped", "left", "copied", "failed"]
+_MOST_VALUES: Final = 500_000
+"""A value takes up to a hundred bytes of memory, and three bytes of a body are enough for one."""
 _LONGEST_WARNING: Final = 250
 """Longer ones the apiserver cuts off."""
 
@@ -60,7 +62,8 @@ class Reviewer:
             outcome, patch, note = self._decide(request)
         except Exception:
             logger.exception("a review failed; the object passes as it is", extra=_about(request))
-            outcome, patch, note = "failed", _stamp_of_failure(request, self.rules), None
+            patch, note = _stamp_of_failure(request, self.rules)
+            outcome = "failed"
         return Answer(_body(review, patch, note), outcome, note.reason if note else "")
 
     def _decide(self, request: Object) -> tuple[Outcome, Patch, Note | None]:
@@ -83,12 +86,14 @@ class Reviewer:
         return "left", patch, None
 
 
-def read(body: bytes) -> dict[str, Any]:
+def read(body: bytes | bytearray) -> dict[str, Any]:
     """Return the review that a request's body holds.
 
     Raises:
         ReviewError: it is not an AdmissionReview of a CREATE or UPDATE.
     """
+    if sum(map(body.count, (b",", b"[", b"{"))) > _MOST_VALUES:
+        raise ReviewError(f"not an AdmissionReview (more than {_MOST_VALUES} values)")
     try:
         review = msgspec.json.decode(body)
         request = review["request"]
@@ -124,15 +129,17 @@ def _warning(owner: Object) -> Note | None:
     return Note("unknown-annotation", f"this release does not know {', '.join(keys)}: the pods start without the cache")
 
 
-def _stamp_of_failure(request: Object, rules: Callable[[], Rules]) -> Patch:
-    """Return the stamp of a pod on which a decision failed; nothing, if that fails too."""
+def _stamp_of_failure(request: Object, rules: Callable[[], Rules]) -> tuple[Patch, Note | None]:
+    """Return the stamp of a pod on which a decision failed, and what it says; nothing, if that fails too."""
     note = Note(
         "internal-error", "The webhook failed on this pod: see the log of orbitkv-webhook. Making it anew may help."
     )
     try:
-        return make_patch(request["object"], Skip(note), rules()) if request["kind"]["kind"] == "Pod" else []
+        if request["kind"]["kind"] == "Pod":
+            return make_patch(request["object"], Skip(note), rules()), note
     except Exception:
-        return []
+        logger.debug("the pod cannot be stamped either", exc_info=True)
+    return [], None
 
 
 def _about(request: Object) -> dict[str, str]:

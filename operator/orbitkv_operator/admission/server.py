@@ -10,6 +10,7 @@ import ssl
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Coroutine
 from concurrent.futures import Future
 from pathlib import Path
@@ -27,6 +28,9 @@ logger = logging.getLogger(__name__)
 PATH: Final = "/mutate"
 LARGEST_BODY: Final = 16 << 20
 """The apiserver takes objects up to 3 MiB; a review has two of them, written out."""
+BODIES: Final = 3 * LARGEST_BODY
+"""Bytes of bodies that are read or answered at one time: they come from anybody, and must not take all memory. Beyond
+it the largest of the address that has most is given up."""
 BODY_SECONDS: Final = 5.0
 KEEP_ALIVE_SECONDS: Final = 300.0
 """Longer than the apiserver keeps an idle connection: whoever closes first must not be us, or a review gets lost."""
@@ -43,6 +47,9 @@ class AdmissionServer:
         self._wanted_port = port
         self._reviewer = reviewer
         self._metrics = metrics
+        # For the loop only. Invariant: `_bodies` are those that are being read or answered, of `_held` bytes together.
+        self._bodies: dict[_Body, None] = {}
+        self._held = 0
         self._context: ssl.SSLContext | None = None
         self._loop = asyncio.new_event_loop()
         self._runner: web.AppRunner | None = None
@@ -87,10 +94,14 @@ class AdmissionServer:
             self._context = context
 
     async def _open(self, context: ssl.SSLContext) -> None:
-        app = web.Application(client_max_size=LARGEST_BODY)
+        app = web.Application()
         app.router.add_post(PATH, self._answer)
         runner = web.AppRunner(
-            app, access_log=None, keepalive_timeout=KEEP_ALIVE_SECONDS, shutdown_timeout=CLOSE_SECONDS
+            app,
+            access_log=None,
+            keepalive_timeout=KEEP_ALIVE_SECONDS,
+            shutdown_timeout=CLOSE_SECONDS,
+            auto_decompress=False,  # the apiserver compresses nothing, and a little could become much
         )
         await runner.setup()
         try:
@@ -103,12 +114,44 @@ class AdmissionServer:
         self.port = int(listening.getsockname()[1])
 
     async def _answer(self, request: web.Request) -> web.Response:
+        body = _Body(request)
+        self._bodies[body] = None
         try:
             async with asyncio.timeout(BODY_SECONDS):
-                body = await request.read()
+                await self._read(body)
+            return await self._review(body.data)
         except TimeoutError:
             self._metrics.malformed()
             return web.Response(status=408, text="the body did not come in time\n")
+        except (ConnectionError, web.RequestPayloadError):  # whoever sent it is gone, or was given up
+            self._metrics.malformed()
+            return web.Response(status=400)
+        finally:
+            del self._bodies[body]
+            self._held -= len(body.data)
+
+    async def _read(self, body: _Body) -> None:
+        async for piece in body.request.content.iter_any():
+            body.data += piece
+            self._held += len(piece)
+            if len(body.data) > LARGEST_BODY:
+                raise web.HTTPRequestEntityTooLarge(LARGEST_BODY, len(body.data))
+            while self._held > BODIES:
+                self._give_up_largest()
+            if body.given_up:
+                raise ConnectionAbortedError
+
+    def _give_up_largest(self) -> None:
+        of_each: Counter[str] = Counter()
+        for body in self._bodies:
+            of_each[body.sender] += len(body.data)
+        ((most, _),) = of_each.most_common(1)
+        largest = max((body for body in self._bodies if body.sender == most), key=lambda body: len(body.data))
+        logger.warning("a body was given up: too many are coming in", extra={"sender": most})
+        self._held -= len(largest.data)
+        largest.give_up()
+
+    async def _review(self, body: bytearray) -> web.Response:
         began = time.perf_counter()
         try:
             review = read(body)
@@ -121,6 +164,23 @@ class AdmissionServer:
             return web.Response(status=400, text=f"{error}\n")
         self._metrics.reviewed(answer.outcome, answer.reason, time.perf_counter() - began)
         return web.Response(body=msgspec.json.encode(answer.body), content_type="application/json")
+
+
+class _Body:
+    """A body that is being read or answered."""
+
+    def __init__(self, request: web.Request) -> None:
+        self.request = request
+        self.sender = request.remote or ""
+        self.data = bytearray()
+        self.given_up = False
+
+    def give_up(self) -> None:
+        """End the connection."""
+        self.given_up = True
+        self.data = bytearray()
+        if self.request.transport is not None:
+            self.request.transport.abort()
 
 
 def _listen(port: int) -> socket.socket:

@@ -67,12 +67,15 @@ def count(findings: Iterable[Finding]) -> dict[Level, int]:
 
 
 def render(findings: Sequence[Finding]) -> str:
-    """Return findings as text, each with its level in front and what to do below it."""
+    """Return findings as text, each with its level in front and what to do below it.
+
+    What others wrote (annotations, events) could hold signs that a terminal obeys: those are shown as "?".
+    """
     lines = []
     for finding in findings:
         head = f"{finding.level.value:<8} "
         lines += textwrap.wrap(
-            f"{finding.about}: {finding.message}",
+            _printable(f"{finding.about}: {finding.message}"),
             WIDTH,
             initial_indent=head,
             subsequent_indent=" " * len(head),
@@ -82,7 +85,7 @@ def render(findings: Sequence[Finding]) -> str:
         if finding.fix:
             indent = " " * len(head)
             lines += textwrap.wrap(
-                finding.fix,
+                _printable(finding.fix),
                 WIDTH,
                 initial_indent=f"{indent}-> ",
                 subsequent_indent=f"{indent}   ",
@@ -90,6 +93,10 @@ def render(findings: Sequence[Finding]) -> str:
                 break_on_hyphens=False,
             )
     return "\n".join(lines)
+
+
+def _printable(words: str) -> str:
+    return "".join(sign if sign.isprintable() or sign == "\n" else "?" for sign in words)
 
 
 def as_json(findings: Sequence[Finding], **more: Any) -> dict[str, Any]:

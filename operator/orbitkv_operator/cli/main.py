@@ -122,9 +122,11 @@ def _connect(kubeconfig: str | None) -> Api:
 def _pod_name(options: argparse.Namespace) -> tuple[str, str]:
     before, slash, after = str(options.name).partition("/")
     namespace, name = (before, after) if slash else (options.namespace, before)
+    parser: _Parser = options.parser
     if not namespace or not name:
-        parser: _Parser = options.parser
         parser.error("name the pod as NAMESPACE/NAME, or its namespace with -n")
+    if options.namespace not in (None, namespace):
+        parser.error(f"the pod is named in namespace {namespace}, and -n says {options.namespace}")
     return namespace, name
 
 

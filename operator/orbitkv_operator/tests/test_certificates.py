@@ -7,6 +7,8 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import BestAvailableEncryption, Encoding, PrivateFormat
 from cryptography.x509.verification import PolicyBuilder, Store, VerificationError
 
 from orbitkv_operator.certificates import (
@@ -102,6 +104,16 @@ def test_damaged_secret_is_made_anew(damage: str) -> None:
         read(data if damage != BUNDLE else data | {BUNDLE: ""})
     found = read(made(data))
     assert trusted_by(found.bundle, found.certificate, NOW)
+
+
+def test_key_behind_a_password_is_made_anew_too() -> None:
+    locked = ec.generate_private_key(ec.SECP256R1()).private_bytes(
+        Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"secret")
+    )
+    data = made() | {KEY: base64.b64encode(locked).decode()}
+    with pytest.raises(CertificateError, match="cannot be read"):
+        read(data)
+    assert read(made(data)).key != locked
 
 
 def test_another_name_makes_another_certificate() -> None:

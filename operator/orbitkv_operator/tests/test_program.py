@@ -134,6 +134,13 @@ def test_event_goes_where_its_object_is() -> None:
     assert second["metadata"]["namespace"] == second["regarding"]["namespace"] == "team"
 
 
+def test_long_words_fit_into_an_event_in_any_script() -> None:
+    api = FakeApi()
+    Events(api, "me").post(pool_body(), "Warning", "R", "ж" * 900)
+    [event] = api.list_all(EVENTS)
+    assert event["note"] == "ж" * 512  # the apiserver counts bytes
+
+
 def test_event_that_cannot_be_posted_stops_nothing(caplog: pytest.LogCaptureFixture) -> None:
     api = FakeApi()
 

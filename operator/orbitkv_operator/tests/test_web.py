@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import socket
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from orbitkv_operator.cluster.api import ACCESS_REVIEWS, POOLS, ApiError, Manife
 from orbitkv_operator.metrics import METRICS, PREFIX, Metrics
 from orbitkv_operator.reviews import METRICS_SECONDS, Reviews
 from orbitkv_operator.tests.fakes import FakeApi, pool_body
-from orbitkv_operator.web import Answerer, HttpServer, metrics, probes
+from orbitkv_operator.web import MAX_REQUESTS, Answerer, HttpServer, metrics, probes
 
 
 @contextmanager
@@ -115,6 +116,19 @@ def test_all_metrics_of_the_table_are_there() -> None:
         assert family.type == row.kind
         labels = {name for sample in family.samples for name in sample.labels} - {"le"}
         assert labels == set(row.labels)
+
+
+def test_probe_is_answered_while_all_places_are_held() -> None:
+    with serving(probes(str, str)) as url, ExitStack() as held:
+        port = int(url.rpartition(":")[2])
+        crowd = [
+            held.enter_context(socket.create_connection(("127.0.0.1", port), 5, source_address=("127.0.0.2", 0)))
+            for _ in range(MAX_REQUESTS)
+        ]
+        assert get(f"{url}/livez") == (200, "ok\n")
+        assert crowd[0].recv(1) == b""
+        crowd[-1].sendall(b"GET /readyz HTTP/1.0\r\n\r\n")
+        assert b" 200 " in crowd[-1].recv(1 << 12)
 
 
 def test_port_that_is_taken_is_named() -> None:

@@ -26,6 +26,7 @@ from orbitkv.client import (
 )
 from orbitkv.client import connection as connection_module
 from orbitkv.client.connection import Connection
+from orbitkv.protocol.framing import MAX_FRAME_BYTES
 from orbitkv.protocol.messages import SyncArenas
 from orbitkv.scheduling import LONG_SLICE_S, slice_s
 from tools.harness.agent import AgentProcess
@@ -223,6 +224,14 @@ def test_a_voided_save_never_becomes_visible(agent: AgentProcess, engine: Engine
     agent.resume()
     assert engine.client.wait_save(handle, 10) is SaveStatus.FAILED
     assert engine.query("r", hashes(1)).pages == 0
+
+
+def test_a_request_that_is_too_large_is_refused_and_the_client_lives_on(engine: Engine) -> None:
+    pages = hashes(*range(MAX_FRAME_BYTES // 32))
+    with refused(ErrorKind.INVALID, "fewer pages"):
+        engine.client.query_prefetch("r", [pages], instance=engine.instance)
+    assert engine.client.health()[0]
+    engine.client.cancel_query("r")
 
 
 def test_mismatched_hashes_and_blocks_start_nothing(engine: Engine) -> None:
@@ -432,7 +441,7 @@ def test_looking_in_vain_is_worth_a_short_pause_and_once_more_a_longer_one() -> 
     assert pauses == [0.005, 0.01, 0.02, 0.04, 0.005, 0.005]
     for _ in range(20):
         Connection._looked(Connection._crowded_until, in_vain=True)
-    assert Connection._pause_s == 1.0
+    assert Connection._pause_s == 0.2
 
 
 @pytest.mark.usefixtures("fresh_looks")

@@ -77,3 +77,14 @@ def test_blocks_out_of_range_or_named_twice_are_refused() -> None:
     with pytest.raises(OrbitKVError, match="named twice"):
         layout.check_blocks(np.array([1, 1]), destination=True)
     layout.check_blocks(np.array([1, 1]), destination=False)
+
+
+@pytest.mark.parametrize("count", [8, 99])
+def test_many_blocks_are_checked_like_few(count: int) -> None:
+    layout = layout_of(np.zeros(64 * 100, np.uint8), 1, 100, 16, block_outermost=True)
+    blocks = np.arange(count)[::-1]
+    layout.check_blocks(blocks, destination=True)
+    with pytest.raises(OrbitKVError, match="named twice"):
+        layout.check_blocks(np.append(blocks, 3), destination=True)
+    with pytest.raises(OrbitKVError, match="asked for 100"):
+        layout.check_blocks(np.append(blocks, 100), destination=True)

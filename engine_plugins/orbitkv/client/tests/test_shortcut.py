@@ -11,8 +11,10 @@ import pytest
 
 from orbitkv.client import connection as connection_module
 from orbitkv.client.connection import Connection
+from orbitkv.protocol import framing
 from orbitkv.protocol.errors import ErrorKind, OrbitKVError
-from orbitkv.protocol.shortcut import MOST_BYTES, STORES_IN_ORDER, WATCHED
+from orbitkv.protocol.messages import Pong
+from orbitkv.protocol.shortcut import MOST_BYTES, REPLY, REQUEST, STORES_IN_ORDER, WATCHED
 from tools.harness.agent import AgentProcess
 
 from .conftest import Engine, hashes
@@ -66,6 +68,27 @@ def test_calls_in_a_row_send_nothing(looking: tuple[AgentProcess, Engine], pushe
         assert time.monotonic() < deadline, f"{len(pushed)} of {calls} calls went by the socket"
 
 
+def test_a_reply_that_comes_while_others_have_the_processor_for_too_long_is_taken_all_the_same(
+    looking: tuple[AgentProcess, Engine], pushed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent, engine = looking
+    stop_while_it_looks(agent, engine)
+    connection = engine.client._session.connection
+    shortcut = connection._shortcut
+    assert shortcut is not None
+    connection._soon = True
+
+    def reply_late() -> None:
+        time.sleep(0.06)
+        number = shortcut.words[REQUEST]
+        shortcut.put(REPLY, number, framing.encode(Pong("", ok=True, message="late"), number))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "sched_yield", reply_late)
+        assert engine.client.health() == (True, "late")
+    assert not pushed
+
+
 def test_what_does_not_fit_goes_by_the_socket(looking: tuple[AgentProcess, Engine], pushed: list[int]) -> None:
     _, engine = looking
     many = hashes(*range(1, MOST_BYTES // 32 + 1))
@@ -75,13 +98,16 @@ def test_what_does_not_fit_goes_by_the_socket(looking: tuple[AgentProcess, Engin
 
 
 def test_an_agent_that_stopped_while_it_looked_is_asked_by_the_socket_and_its_late_answer_returned(
-    looking: tuple[AgentProcess, Engine],
+    looking: tuple[AgentProcess, Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     agent, engine = looking
     stop_while_it_looks(agent, engine)
-    with pytest.raises(OrbitKVError) as caught:
+    looked: list[float] = []
+    with monkeypatch.context() as patched, pytest.raises(OrbitKVError) as caught:
+        patched.setattr(Connection, "_look", lambda _, end: looked.append(end))
         engine.client.query_prefetch("r", [hashes(1)], instance=engine.instance, timeout_ms=200)
     assert caught.value.kind is ErrorKind.TIMEOUT
+    assert not looked, "what was looked for in vain is slept for"
     agent.resume()
     assert engine.query("r", hashes(1)).pages == 1
     assert agent.status()["leases"]["live"] == 1
@@ -89,15 +115,35 @@ def test_an_agent_that_stopped_while_it_looked_is_asked_by_the_socket_and_its_la
     agent.wait_at_rest()
 
 
+class Interrupted(BaseException):
+    """As of Ctrl-C."""
+
+
+def interrupt(*_: object) -> None:
+    raise Interrupted
+
+
+def test_a_call_that_is_interrupted_while_it_waits_at_the_socket_leaves_nothing_leased(
+    looking: tuple[AgentProcess, Engine], pushed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent, engine = looking
+    agent.pause()
+    with monkeypatch.context() as patched, pytest.raises(Interrupted):
+        patched.setattr(Connection, "_receive_waiting", interrupt)
+        patched.setattr(Connection, "_by_shortcut", lambda *_: None)
+        engine.client.query_prefetch("r", [hashes(1)], instance=engine.instance)
+    agent.resume()
+    pushed.clear()
+    assert engine.client.health()[0]
+    assert len(pushed) == 2, "the next call goes by the socket, meets the late answer, and its lease is released"
+    agent.wait(lambda status: not status["leases"]["live"], "no lease is left", timeout=15)
+    engine.client.cancel_query("r")
+    agent.wait_at_rest()
+
+
 def test_an_interrupted_call_leaves_nothing_leased(
     looking: tuple[AgentProcess, Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Interrupted(BaseException):
-        pass
-
-    def interrupt() -> None:
-        raise Interrupted
-
     agent, engine = looking
     interrupted, deadline = 0, time.monotonic() + 20
     while interrupted < 5:  # whenever the agent looks

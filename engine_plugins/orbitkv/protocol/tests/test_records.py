@@ -4,7 +4,16 @@ import os
 
 import pytest
 
-from orbitkv.protocol.records import FIRST_SLOT, SLOTS, WORD_BYTES, Header, RecordReader, RecordState, RecordWriter
+from orbitkv.protocol.records import (
+    FIRST_SLOT,
+    RECORD_BYTES,
+    SLOTS,
+    WORD_BYTES,
+    Header,
+    RecordReader,
+    RecordState,
+    RecordWriter,
+)
 
 
 @pytest.fixture
@@ -78,3 +87,32 @@ def test_what_is_held_stays_writable_after_the_session(writer: RecordWriter) -> 
     ctypes.c_uint64.from_address(place).value = word
     assert reader.state(ref) is RecordState.DONE
     writer.let_go()
+
+
+def test_copies_are_drained_when_the_gpu_has_counted_every_chunk_that_was_handed_over(
+    writer: RecordWriter,
+) -> None:
+    reader = RecordReader(writer.fd)
+    first, second = writer.open(), writer.open()
+    assert first is not None and second is not None and reader.drained(), "nothing was handed over"
+    writer.hand_over(first, 2)
+    writer.hand_over(second, 1)
+    chunks = ctypes.c_uint64.from_address(writer.place_of_chunks(first))
+    chunks.value = 1
+    assert not reader.drained()
+    chunks.value = 2
+    assert not reader.drained(), "the second is not"
+    writer.close(second, RecordState.FAILED)
+    assert reader.drained()
+    writer.close(first, RecordState.DONE)
+    others = [writer.open() for _ in range(SLOTS - FIRST_SLOT)]
+    assert all(others) and reader.drained(), "slots that are used again begin anew"
+
+
+def test_an_agent_of_the_release_before_tells_no_chunks() -> None:
+    fd = os.memfd_create("old")
+    os.ftruncate(fd, RECORD_BYTES)
+    reader = RecordReader(fd)
+    assert reader.words[0] == 0 and not reader.drained()
+    reader.close()
+    os.close(fd)

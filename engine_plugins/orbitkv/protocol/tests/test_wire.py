@@ -7,11 +7,13 @@ A later release must still read these, and answer so that this release can read 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import msgspec
 import pytest
+from msgspec import inspect
 
 from orbitkv.protocol import framing, messages
 from orbitkv.protocol.messages import (
@@ -77,6 +79,7 @@ EXAMPLES: list[Request | Reply] = [
     messages.CancelQuery([5]),
     messages.Release([11]),
     messages.StartRestore(3, 11, BLOCKS, TimelineWord(0, 8, 1), [TimelineWord(0, 12, 1)]),
+    messages.StartLayeredRestore(3, 11, BLOCKS),
     messages.RestorePlan(21, RecordRef(10, 1), PLACES),
     messages.RestoreDone(21, True),
     messages.SubmitSaves([SaveRequest(3, HASHES, BLOCKS, TimelineWord(0, 16, 2), True)]),
@@ -122,6 +125,29 @@ def test_what_is_sent_begins_as_the_first_release_sent_it(example: Request | Rep
     old = msgspec.msgpack.decode(bytes.fromhex(golden()[type(example).__name__]))
     new = msgspec.msgpack.decode(bytes.fromhex(encoded(example)))
     assert new[: len(old)] == old
+
+
+def lists_of(kind: Any, where: str) -> Iterator[tuple[str, int | None]]:
+    """Every list that a message of this type can hold, and how long it may be."""
+    if isinstance(kind, inspect.StructType):
+        for field in kind.fields:
+            yield from lists_of(field.type, f"{where}.{field.name}")
+    elif isinstance(kind, inspect.ListType | inspect.VarTupleType):
+        yield where, kind.max_length
+        yield from lists_of(kind.item_type, f"{where}[]")
+    elif isinstance(kind, inspect.UnionType):
+        for each in kind.types:
+            yield from lists_of(each, where)
+
+
+def test_no_request_holds_a_list_without_an_end() -> None:
+    """A list of millions would keep the agent from others for as long as it takes to read."""
+    found = [each for request in get_args(Request) for each in lists_of(inspect.type_info(request), request.__name__)]
+    assert ("Query.hashes", 1024) in found
+    assert [where for where, longest in found if longest is None] == []
+    too_long = framing.encode(messages.CancelQuery([1] * 65_537), 1)[framing.HEADER.size :]
+    with pytest.raises(msgspec.ValidationError, match="length <= 65536"):
+        framing.request_decoder.decode(too_long)
 
 
 if __name__ == "__main__":

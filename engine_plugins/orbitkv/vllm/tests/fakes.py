@@ -192,11 +192,14 @@ class FakeWorkers:
         hold_saves: saves do not end.
         hold_loads: loads do not end.
         fail_loads: loads fail.
+        instance: of the engine, for a worker that lives in the scheduler's process (see `orbitkv.vllm.together`).
     """
 
     def __init__(self, agent: FakeAgent, workers: int = 1) -> None:
         self.agent = agent
         self.workers = workers
+        self.instance: Instance | None = None
+        self.at_once: set[str] = set()
         self.hold_saves = self.hold_loads = self.fail_loads = False
         self.loads: list[Load] = []
         self.saves: list[Save] = []
@@ -214,6 +217,27 @@ class FakeWorkers:
         size = len(save.hashes) // len(save.blocks)
         self.agent.pages.update(save.hashes[i : i + size] for i in range(0, len(save.hashes), size))
 
+    def start_at_once(self, load: Load) -> None:
+        """As WorkerHalf's."""
+        self.at_once.add(load.request_id)
+        self.loads.append(load)
+        self.started.append(load)
+
+    def take_restored(self, *, computing: bool) -> set[str]:
+        """As WorkerHalf's."""
+        if self.hold_loads:
+            return set()
+        restored = [load for load in self.loads if load.request_id in self.at_once and not self._fails(load)]
+        for load in restored:
+            self.loads.remove(load)
+            self.at_once.remove(load.request_id)
+            self.restore(load)
+            self.agent.leases.difference_update(load.leases)
+        return {load.request_id for load in restored}
+
+    def _fails(self, load: Load) -> bool:
+        return self.fail_loads or not load.leases or not self.agent.leases.issuperset(load.leases)
+
     def run(self, step: StepMetadata) -> dict[str, Any]:
         """Return the fields of the step's KVConnectorOutput."""
         self.loads += step.loads
@@ -227,16 +251,19 @@ class FakeWorkers:
         report = WorkerReport()
         received: set[str] = set()
         invalid: set[int] = set()
-        if not self.hold_loads:
-            for load in self.loads:
-                received.add(load.request_id)
-                if self.fail_loads or not load.leases or not self.agent.leases.issuperset(load.leases):
-                    report.failed_loads.add(load.request_id)
-                    invalid.update(block for block in load.blocks if block >= 0)
-                else:
-                    self.restore(load)
-                self.agent.leases.difference_update(load.leases)
-            self.loads = []
+        for load in list(self.loads) if not self.hold_loads else ():
+            if self._fails(load):
+                report.failed_loads.add(load.request_id)
+                invalid.update(block for block in load.blocks if block >= 0)
+            elif load.request_id in self.at_once:
+                continue
+            else:
+                self.restore(load)
+            self.loads.remove(load)
+            self.at_once.discard(load.request_id)
+            received.add(load.request_id)
+            self.agent.leases.difference_update(load.leases)
+        report.loading = bool(self.at_once)
         if not self.hold_saves:
             for save in self.saves:
                 report.ended[save.number] = self.workers

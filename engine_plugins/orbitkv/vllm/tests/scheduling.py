@@ -24,11 +24,12 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MLAAttentionSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from orbitkv.vllm import together
 from orbitkv.vllm.connector import OrbitKVConnector
 from orbitkv.vllm.metadata import Load, Save
 from orbitkv.vllm.scheduler import SchedulerHalf
@@ -76,6 +77,7 @@ def make_config(
     events: bool = False,
     ngram: bool = False,
     transfer: dict[str, Any] | None = None,
+    mla: bool = False,
 ) -> tuple[VllmConfig, KVCacheConfig]:
     """Return vLLM's configuration of an engine with OrbitKV."""
     model_config = ModelConfig(model=str(model), dtype="float32", seed=0, max_model_len=8192, skip_tokenizer_init=True)
@@ -113,7 +115,11 @@ def make_config(
         speculative_config=speculation,
         device_config=DeviceConfig("cpu"),
     )
-    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=32, dtype=torch.float32)
+    spec: FullAttentionSpec
+    if mla:
+        spec = MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=576, dtype=torch.float32)
+    else:
+        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=32, dtype=torch.float32)
     kv_cache = KVCacheConfig(
         num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer0"], spec)]
     )
@@ -194,6 +200,7 @@ class Engine:
     def __init__(self, model: Path, agent: FakeAgent, **options: Any) -> None:
         self.agent = agent
         self.workers = FakeWorkers(agent)
+        one_process = options.pop("one_process", False)
         asynchronous = options.get("asynchronous", False)
         self.vllm_config, self.kv_cache_config = make_config(model, **options)
         make: Callable[..., Scheduler] = AsyncScheduler if asynchronous else Scheduler
@@ -204,6 +211,9 @@ class Engine:
             structured_output_manager=StructuredOutputManager(self.vllm_config),
             block_size=BLOCK,
         )
+        if one_process:
+            self.workers.instance = self.half.instance
+            together.enter(self.workers)  # type: ignore[arg-type]
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(BLOCK, sha256)
         self.outputs: list[Any] = []

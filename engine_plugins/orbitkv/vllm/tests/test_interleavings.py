@@ -28,13 +28,19 @@ def lose_the_client(engine: Engine, agent: FakeAgent) -> None:
 
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["one step at a time", "two steps in flight"])
+@pytest.mark.parametrize("one_process", [False, True], ids=["a worker elsewhere", "all in one process"])
 def test_every_request_ends_and_nothing_is_left(
-    start: Callable[..., Engine], agent: FakeAgent, seed: int, asynchronous: bool
+    start: Callable[..., Engine], agent: FakeAgent, seed: int, asynchronous: bool, one_process: bool
 ) -> None:
     chance = random.Random(seed)
     # Longer than the test: what ends a wait here is the agent's answer, not the clock.
     engine = start(
-        blocks=24, max_seqs=6, batched_tokens=96, asynchronous=asynchronous, extra={"orbitkv.max_wait_ms": 600_000}
+        blocks=24,
+        max_seqs=6,
+        batched_tokens=96,
+        asynchronous=asynchronous,
+        one_process=one_process,
+        extra={"orbitkv.max_wait_ms": 600_000},
     )
     memory = Memory(engine)
     workers, flying = engine.workers, list[Any]()

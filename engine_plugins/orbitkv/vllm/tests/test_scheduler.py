@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from orbitkv.vllm.tests.fakes import FakeAgent
 from orbitkv.vllm.tests.scheduling import BLOCK, Engine
@@ -29,6 +30,15 @@ def test_a_repeated_prompt_is_restored(start: Start) -> None:
     output = engine.step()
     assert output.num_scheduled_tokens == {"again": 70 - 64}
     engine.run()
+    engine.assert_at_rest()
+
+
+def test_a_repeated_prompt_of_an_mla_model_is_restored(start: Start) -> None:
+    engine = start(mla=True)
+    engine.serve("first", prompt(70))
+    engine.reset_hbm()
+    engine.serve("again", prompt(70))
+    assert len(engine.workers.started[0].blocks) == 4
     engine.assert_at_rest()
 
 
@@ -108,6 +118,116 @@ def test_async_scheduling(start: Start) -> None:
     engine.run()
     assert len(engine.workers.started[0].blocks) == 4
     engine.assert_at_rest()
+
+
+def test_a_restore_starts_as_soon_as_its_blocks_are_allocated(start: Start) -> None:
+    engine = start(one_process=True)
+    for seed in (1, 2):
+        engine.serve(f"first {seed}", prompt(70, seed=seed))
+    engine.reset_hbm()
+    engine.add("a", prompt(70, seed=1))
+    engine.add("b", prompt(70, seed=2))
+    seen: list[int] = []
+    ask = engine.connector.get_num_new_matched_tokens
+
+    def asking(request: Any, computed: int) -> tuple[int | None, bool]:
+        seen.append(len(engine.workers.started))
+        return ask(request, computed)
+
+    engine.connector.get_num_new_matched_tokens = asking  # type: ignore[method-assign, assignment]
+    output = engine.schedule()
+    assert seen == [0, 1], "a's restore runs while b is looked up"
+    assert len(engine.workers.started) == 2
+    assert not output.kv_connector_metadata.loads, "and the step does not start it again"
+    engine.finish_step(output)
+    engine.run()
+    engine.assert_at_rest()
+
+
+def test_a_restore_beside_running_requests_starts_with_a_step(start: Start) -> None:
+    """Behind the launch of that step, which it would hold up before."""
+    engine = start(one_process=True)
+    engine.serve("first", prompt(70, seed=1))
+    engine.reset_hbm()
+    engine.add("running", prompt(70, seed=2), answer=20)
+    engine.step()
+    engine.add("again", prompt(70, seed=1))
+    output = engine.schedule()
+    assert not engine.workers.started
+    assert [load.request_id for load in output.kv_connector_metadata.loads] == ["again"]
+    engine.finish_step(output)
+    engine.run()
+    engine.assert_at_rest()
+
+
+def test_a_restore_that_ended_is_scheduled_although_its_step_is_still_in_flight(start: Start) -> None:
+    engine = start(one_process=True, asynchronous=True)
+    engine.serve("first", prompt(70))
+    engine.reset_hbm()
+    engine.workers.hold_loads = True
+    engine.add("again", prompt(70))
+    first, second = engine.schedule(), engine.schedule()
+    engine.workers.hold_loads = False
+    engine.finish_step(first)
+    third = engine.schedule()
+    assert third.num_scheduled_tokens == {"again": 70 - 64}, "told with the output of an earlier step"
+    for output in (second, third):
+        engine.finish_step(output)
+    engine.run()
+    engine.assert_at_rest()
+
+
+def test_a_restore_started_at_once_that_fails_is_computed(start: Start) -> None:
+    engine = start(one_process=True)
+    engine.serve("first", prompt(70))
+    engine.reset_hbm()
+    engine.workers.fail_loads = True
+    again = engine.serve("again", prompt(70))
+    assert len(engine.workers.started) == 1
+    assert again.num_output_tokens == 3
+    engine.assert_at_rest()
+
+
+def test_no_step_waits_for_a_restore(start: Start) -> None:
+    """The next test says why."""
+    engine = start(asynchronous=True)
+    engine.serve("first", prompt(70))
+    engine.reset_hbm()
+    engine.add("again", prompt(70))
+    outputs = [engine.step() for _ in range(4)]
+    assert engine.workers.started
+    assert not any(output.has_sync_kv_loads for output in outputs)
+    engine.run()
+
+
+def test_vllm_keeps_a_token_that_was_computed_after_a_failed_load_that_a_step_waited_for(start: Start) -> None:
+    """Once vLLM does not any more, restores of a lone request can begin in its first step, and save a round."""
+    engine = start(asynchronous=True)
+    engine.serve("first", prompt(70))
+    engine.reset_hbm()
+    ask = engine.connector.get_num_new_matched_tokens
+    engine.connector.get_num_new_matched_tokens = lambda *args: (ask(*args)[0], False)  # type: ignore[method-assign]
+    engine.workers.hold_loads = True
+    request = engine.add("again", prompt(70), answer=30)
+    loading, behind = engine.schedule(), engine.schedule()
+    assert loading.has_sync_kv_loads
+    assert behind.num_scheduled_tokens == {"again": 1}
+    (load,) = loading.kv_connector_metadata.loads
+
+    def finish(output: Any, invalid: set[int]) -> None:
+        result = ModelRunnerOutput(
+            req_ids=["again"],
+            req_id_to_index={"again": 0},
+            sampled_token_ids=[[42]],
+            kv_connector_output=KVConnectorOutput(invalid_block_ids=invalid),
+        )
+        engine.scheduler.update_from_output(output, result)
+
+    finish(loading, set(load.blocks))
+    assert request.num_computed_tokens == 0, "the pages are to be computed"
+    assert not request.output_token_ids
+    finish(behind, set())
+    assert list(request.output_token_ids) == [42], "computed from pages that never came"
 
 
 def test_a_lookup_is_repeated_without_effect(start: Start) -> None:

@@ -12,7 +12,13 @@ from typing import Any
 import pytest
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MLAAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    SparseCacheRole,
+)
 
 from orbitkv.vllm.connector import OrbitKVConnector
 from orbitkv.vllm.served import FEATURES, Feature, off_reasons, request_off_reason
@@ -21,6 +27,8 @@ from orbitkv.vllm.tests.scheduling import Engine, make_config
 
 WINDOW = SlidingWindowSpec(block_size=16, num_kv_heads=2, head_size=32, dtype=torch.bfloat16, sliding_window=64)
 MLA = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=64, dtype=torch.bfloat16)
+COMPRESSED = replace(MLA, model_version="deepseek_v4")
+INDEX = replace(MLA, cache_role=SparseCacheRole.INDEXER)
 
 
 def groups(*specs: Any) -> KVCacheConfig:
@@ -89,6 +97,14 @@ def config(model_folder: Path) -> Any:
 
 def test_a_plain_engine_is_served(config: Any) -> None:
     assert off_reasons(config, groups(full_attention())) == []
+    assert off_reasons(config, groups(MLA)) == []
+
+
+def test_sparse_attention_is_not_served(config: Any) -> None:
+    """Which tokens it looks at is told by an index, which may lie elsewhere."""
+    sparse = used_by(config, "model_config", hf_text_config=SimpleNamespace(index_topk=2048))
+    (reason,) = off_reasons(sparse, groups(MLA))
+    assert "sparse attention" in reason
 
 
 @pytest.mark.parametrize(
@@ -109,7 +125,11 @@ def test_a_request_with_the_feature_is_left_alone(feature: Feature) -> None:
 
 
 @pytest.mark.guard("vllm-whole-model")
-@pytest.mark.parametrize("specs", [(WINDOW,), (full_attention(), WINDOW), (MLA,)], ids=["window", "hybrid", "mla"])
+@pytest.mark.parametrize(
+    "specs",
+    [(WINDOW,), (full_attention(), WINDOW), (COMPRESSED,), (INDEX,)],
+    ids=["window", "hybrid", "compressed", "index"],
+)
 def test_no_hit_is_promised_for_a_part_of_a_models_state(
     start: Callable[..., Engine], specs: tuple[Any, ...], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -25,7 +25,7 @@ from orbitkv.client import (
 from orbitkv.client.registration import GpuRegistration
 from orbitkv.config import PluginConfig
 from orbitkv.protocol.messages import GroupGeometry
-from orbitkv.vllm import proof, worker
+from orbitkv.vllm import proof, restores, together, worker
 from orbitkv.vllm.identity import Identity, IdentityRefusedError
 from orbitkv.vllm.layout import read_layout
 from orbitkv.vllm.metadata import Load, Save, StepMetadata
@@ -271,7 +271,8 @@ class Clock:
         self.now = 1000.0
         self.slept = 0.0
         self.asleep: Callable[[], None] = lambda: None
-        monkeypatch.setattr(worker, "time", SimpleNamespace(monotonic=lambda: self.now, sleep=self._sleep))
+        for module in (worker, restores):
+            monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now, sleep=self._sleep))
 
     def _sleep(self, seconds: float) -> None:
         self.now += seconds
@@ -325,7 +326,7 @@ def test_a_step_without_work_waits_for_a_restore_that_is_about_to_end(
     make: Make, client: CopyingClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     half, clock = make(), Clock(monkeypatch)
-    monkeypatch.setattr(half, "_gpu_seconds", lambda load: 0.010)
+    monkeypatch.setattr(half, "_gpu_bytes", lambda load: 0.010 * restores.GPU_BYTES_S)
     handle = start_loads(half, client, "a")["a"]
     run(half, StepMetadata())
     assert not clock.slept, "it takes longer"
@@ -346,12 +347,101 @@ def test_a_step_without_work_waits_two_milliseconds_at_most(
     make: Make, client: CopyingClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     half, clock = make(), Clock(monkeypatch)
-    monkeypatch.setattr(half, "_gpu_seconds", lambda load: 0.001)
+    monkeypatch.setattr(half, "_gpu_bytes", lambda load: 0.001 * restores.GPU_BYTES_S)
     start_loads(half, client, "late")
     run(half, StepMetadata())
     assert 0.002 <= clock.slept < 0.0021
     run(half, StepMetadata())
     assert clock.slept < 0.0021, "nobody knows when it ends"
+
+
+def test_restores_side_by_side_are_due_one_after_another(
+    make: Make, client: CopyingClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half, clock = make(), Clock(monkeypatch)
+    monkeypatch.setattr(half, "_gpu_bytes", lambda load: 0.020 * restores.GPU_BYTES_S)
+    handles = start_loads(half, client, "a", "b")
+    clock.now += 0.022
+    handles["a"].status = RestoreStatus.DONE
+    assert run(half, StepMetadata()).received == {"a"}
+    assert not clock.slept, "b has just begun"
+    clock.now += 0.019
+    clock.asleep = lambda: setattr(handles["b"], "status", RestoreStatus.DONE)
+    assert run(half, StepMetadata()).received == {"b"}
+    assert clock.slept
+
+
+def test_an_engine_with_nothing_to_compute_gets_the_last_two_together_if_the_last_is_due_soon(
+    make: Make, client: CopyingClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half, clock = make(), Clock(monkeypatch)
+    monkeypatch.setattr(half, "_gpu_bytes", lambda load: 0.020 * restores.GPU_BYTES_S)
+    handles = start_loads(half, client, "a", "b", "c")
+    clock.now += 0.020
+    handles["a"].status = RestoreStatus.DONE
+    assert run(half, StepMetadata()).received == {"a"}, "two others run"
+    clock.now += 0.020
+    handles["b"].status = RestoreStatus.DONE
+    assert run(half, StepMetadata()).received == {"b"}, "c takes longer than a step"
+    half.start_at_once(load_step("d").loads[0])
+    clock.now += 0.015
+    handles["c"].status = RestoreStatus.DONE
+    run(half, StepMetadata(computing=True))
+    assert run(half, StepMetadata(computing=True)).received == set()
+    clock.now += 0.012
+    assert run(half, StepMetadata()).received == set(), "d is due in 8 ms"
+    clock.now += 0.009
+    assert run(half, StepMetadata()).received == {"c"}, "d is late, nobody knows how long"
+
+
+def test_what_the_scheduler_started_at_once_it_is_told_when_it_asks(make: Make, client: CopyingClient) -> None:
+    half = make()
+    half.start_at_once(load_step("a").loads[0])
+    run(half, load_step("b"))
+    report = half.take_report()
+    assert report is not None
+    assert report.loading
+    for _, _, handle in client.restores:
+        handle.status = RestoreStatus.DONE
+    assert run(half, StepMetadata()).received == {"b"}
+    assert half.take_restored(computing=False) == {"a"}
+    assert half.take_restored(computing=False) == set()
+    assert half.take_report() is None, "nothing is left to ask for"
+
+
+def test_what_the_scheduler_started_at_once_and_fails_is_reported_with_a_step(
+    make: Make, client: CopyingClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half = make()
+    half.start_at_once(load_step("a").loads[0])
+    client.restores[0][2].status = RestoreStatus.FAILED
+    assert half.take_restored(computing=False) == set()
+    assert run(half, StepMetadata()).received == {"a"}
+    assert half.take_invalid_blocks() == {3, 4}
+
+    def broken() -> None:
+        raise RuntimeError("no event")
+
+    monkeypatch.setattr(half, "_point", broken)
+    half.start_at_once(load_step("b").loads[0])
+    assert run(half, StepMetadata()).received == {"b"}, "a load that could not be started is computed too"
+
+
+def test_a_restore_at_once_is_the_first_thing_that_an_engine_does(make: Make, client: CopyingClient) -> None:
+    half = make()
+    assert half._adopted is None, "no step has run yet"
+    half.start_at_once(load_step("a").loads[0])
+    assert len(client.restores) == 1
+
+
+def test_a_worker_is_found_by_its_engine_where_it_is_the_only_one(make: Make) -> None:
+    half = make()
+    assert together.worker_of(half.instance) is half
+    assert together.worker_of(Instance("engine", "another")) is None
+    other = make()
+    assert together.worker_of(half.instance) is None, "two of ours under MultiConnector: which is meant?"
+    other.shutdown()
+    assert together.worker_of(half.instance) is half
 
 
 def test_a_failed_load_is_reported_at_once_beside_running_requests(make: Make, client: CopyingClient) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from orbitkv.cuda import Driver
 from orbitkv.protocol.errors import ErrorKind
 from orbitkv.protocol.messages import MapArenas, Register, RetiredArenas, SyncArenas
-from orbitkv_agent.devices.base import PROOF_BYTES, CopyPart, Word
+from orbitkv_agent.devices.base import PROOF_BYTES, CopyPart, Progress
 from orbitkv_agent.devices.cuda.geometry import GroupPlaces, group_places
 from orbitkv_agent.devices.cuda.gpu import Gpu, Imported
 from orbitkv_agent.devices.cuda.lanes import CopyJob
@@ -73,6 +73,7 @@ class CudaDevice:
         counted = device_count()
         self.count = len(self._infos) if counted is None else counted
         self._gpus: dict[str, Gpu] = {}
+        self._entered: Gpu | None = None  # the one that is current to the owner thread
         self._arenas: ArenaPool | None = None
         self.pinned = PinnedArenas(driver, self.any_context)
         self.copy_plans: dict[str, str] = {}
@@ -142,7 +143,7 @@ class CudaDevice:
             exporter(session),
             [allocation.handle for allocation in message.allocations],
             [allocation.size for allocation in message.allocations],
-            session.records if self._driver.words else None,
+            session.records,
             done,
         )
 
@@ -202,7 +203,8 @@ class CudaDevice:
         *,
         to_engine: bool,
         landed: Callable[[], None] | None = None,
-        word: Word | None = None,
+        progress: Progress | None = None,
+        layered: bool = False,
     ) -> CopyJob:
         """See `Copier`."""
         memory = registration.memory
@@ -212,12 +214,20 @@ class CudaDevice:
             [self._pages(memory, part) for part in parts],
             ended,
             landed,
-            word if memory.imported.records is not None else None,
+            progress,
+            words=memory.imported.pinned,
+            layered=layered,
         )
         express, lane = gpu.express, gpu.restores if to_engine else gpu.saves
         assert lane is not None and express is not None
         # Beside a lane at work the express would starve: the copy engine turns to another stream when one has run dry.
-        if not to_engine or lane.copies or self._driver_is_busy() or not express.take(job):
+        if not to_engine or lane.copies or self._driver_is_busy():
+            lane.submit(job)
+            return job
+        if self._entered is not gpu:
+            self._driver.set_current(gpu.context)
+            self._entered = gpu
+        if not express.take(job):
             lane.submit(job)
         return job
 

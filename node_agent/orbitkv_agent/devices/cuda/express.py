@@ -24,7 +24,8 @@ IN_FLIGHT: Final = 4
 
 
 class Express:
-    """Small copies to one GPU. Used by the owner thread only; made by a thread to which the context is current.
+    """Small copies to one GPU. Used by the owner thread only. The context is current to whoever calls, and to who makes
+    it.
 
     Args:
         driver: the CUDA driver.
@@ -56,15 +57,14 @@ class Express:
 
     def take(self, job: CopyJob) -> bool:
         """Submit a copy if it is one for the express; false when it is not, and then a lane has to take it."""
-        if self._in_flight >= IN_FLIGHT or not 0 < job.left <= MOST_BYTES or job.pages > PLAN_PAGES:
+        if job.layered or self._in_flight >= IN_FLIGHT or not 0 < job.left <= MOST_BYTES or job.pages > PLAN_PAGES:
             return False
         if len(job.plan_all(MOST_BYTES).chunks) != 1:  # in more pieces than one call takes
             return False
         self._in_flight += 1
         try:
-            self._driver.set_current(self._context)
             event = self._events.pop() if self._events else self._driver.make_event()
-            job.submit(self._driver, self._stream, to_device=True)
+            job.submit(self._driver, self._stream, to_device=True, soon=True)
             self._driver.record(event, self._stream)
         except CudaError as error:
             self._fail(error)
@@ -76,7 +76,6 @@ class Express:
         """Wait for the copies that were submitted, and end the thread."""
         self._flying.put(None)
         self._thread.join()
-        self._driver.set_current(self._context)
         for event in self._events:
             self._driver.drop_event(event)
         self._driver.drop_stream(self._stream)

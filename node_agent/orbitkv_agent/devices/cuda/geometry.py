@@ -28,6 +28,7 @@ class GroupPlaces:
         offset: (segments,) where the segment lies in the page image.
         page_bytes: size of a page.
         starts: sorted addresses at which allocations begin: a copy never reaches across one.
+        layers: base, stride, size and offset of each layer by itself.
         few_sizes: (FEW_PAGES,) sizes of pages that are copied whole.
     """
 
@@ -37,6 +38,7 @@ class GroupPlaces:
     offset: Int64
     page_bytes: int
     starts: Int64
+    layers: tuple[Int64, Int64, Int64, Int64]
     few_sizes: Int64 = field(init=False)
 
     def __post_init__(self) -> None:
@@ -74,5 +76,6 @@ def group_places(geometry: GroupGeometry, addresses: Mapping[int, int]) -> Group
         size=np.add.reduceat(size, first),
         offset=offset[first],
         page_bytes=int(size.sum()),
+        layers=(base, stride, size, offset),
         starts=np.unique(np.array([addresses[index] for index in sorted(set(allocation.tolist()))], np.int64)),
     )

@@ -6,7 +6,7 @@ import logging
 import os
 import queue
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -16,12 +16,15 @@ from orbitkv.cuda import CudaError, Driver, GpuInfo
 from orbitkv.protocol.records import REGION_BYTES, RecordWriter
 from orbitkv_agent.devices.cuda.express import Express
 from orbitkv_agent.devices.cuda.lanes import Lane
-from orbitkv_agent.devices.cuda.nvml import used_bytes
+from orbitkv_agent.devices.cuda.nvml import used_by_process, used_bytes
 
 logger = logging.getLogger(__name__)
 
 CONTEXT_BYTES: Final = 600 << 20
 """What the agent's context may take of a GPU; more is reported."""
+
+MIG: Final = " MIG "
+"""In the name of a part of a GPU, as the driver shows it."""
 
 Key = tuple[Hashable, bytes]
 """An allocation: the process that exported it, and its handle."""
@@ -31,12 +34,34 @@ Key = tuple[Hashable, bytes]
 class Imported:
     """Allocations that are mapped for one registration, in its order.
 
-    `records` are those of its session while the GPU may write to them, None where it does not.
+    `records` are those of its session; `pinned`: the GPU writes to them itself.
     """
 
     keys: tuple[Key, ...]
     addresses: tuple[int, ...]
     records: RecordWriter | None = None
+    pinned: bool = False
+
+
+def own_bytes(
+    pid: int, before: int | None, others: Mapping[int, int], after: int | None, processes: Mapping[int, int]
+) -> int:
+    """How much of a GPU a context of this process takes, in bytes; 0 where nothing is known.
+
+    What the driver says of this process, or of the only one that is new there; otherwise, by how much more of the whole
+    GPU is taken, which is wrong if others allocated or freed meanwhile.
+
+    Args:
+        pid: this process, as it is called here; in a container the driver calls it otherwise.
+        before, after: what of the GPU was taken by all before the context was made, and is now.
+        others, processes: the same by process.
+    """
+    if pid in processes and pid not in others:
+        return processes[pid]
+    new = [used for process, used in processes.items() if process not in others]
+    if len(new) == 1:
+        return new[0]
+    return max(0, after - before) if before is not None and after is not None else 0
 
 
 class Gpu:
@@ -79,8 +104,8 @@ class Gpu:
         records: RecordWriter | None,
         opened: Callable[..., None],
     ) -> None:
-        """Map allocations, and let the GPU write to `records`. `opened(Imported | str)` is called on the owner thread,
-        with the reason if it failed."""
+        """Map allocations, and let the GPU write to `records` if it can. `opened(Imported | str)` is called on the
+        owner thread, with the reason if it failed. The records are held until `close`."""
         if records is not None:
             records.hold()
 
@@ -90,8 +115,11 @@ class Gpu:
                 result: Imported | str = self._import(process, handles, sizes)
             except CudaError as error:
                 result = self._explain(error)
-            if isinstance(result, Imported) and records is not None and self._pin(records):
-                result = replace(result, records=records)
+            except Exception as error:  # a thread that could not be made, or a defect
+                logger.exception("%s: internal error; please report it", self.info.uuid)
+                result = f"{self.info.uuid} could not be used: {error!r}"
+            if isinstance(result, Imported) and records is not None:
+                result = replace(result, records=records, pinned=self._pin(records))
             elif records is not None:
                 self._post(records.let_go)
             self._post(lambda: opened(result))
@@ -117,8 +145,10 @@ class Gpu:
 
         def work() -> None:
             self._release(imported.keys)
-            if imported.records is not None:
+            if imported.pinned and imported.records is not None:
                 self._unpin(imported.records)
+            if imported.records is not None:
+                self._post(imported.records.let_go)
 
         self._work.put(work)
 
@@ -126,11 +156,12 @@ class Gpu:
         """Finish all copies, unmap everything, end the threads."""
         self._work.put(None)
         self._thread.join()
+        if self.context:
+            self._driver.set_current(self.context)
         for lane in (self.restores, self.saves, self.express):
             if lane is not None:
                 lane.close()
         if self.context:
-            self._driver.set_current(self.context)
             for address, _ in self._mapped.values():
                 self._driver.close_memory(address)
             self._mapped.clear()
@@ -153,16 +184,27 @@ class Gpu:
     def _use_context(self) -> None:
         if self.context:
             return
-        before = used_bytes(self.info.uuid)
+        before, others = used_bytes(self.info.uuid), used_by_process(self.info.uuid)
         context = self._driver.retain_context(self.info.ordinal)
-        self._driver.set_current(context)
-        name = f"orbitkv-gpu{self.info.ordinal}"
-        options = {"post": self._post, "lost": self._lost}
-        self.restores = Lane(self._driver, context, f"{name}-restores", to_device=True, **options)  # type: ignore[arg-type]
-        self.saves = Lane(self._driver, context, f"{name}-saves", to_device=False, **options)  # type: ignore[arg-type]
-        self.express = Express(self._driver, context, f"{name}-express", post=self._post, lost=self._lost)
-        after = used_bytes(self.info.uuid)
-        self.context_bytes = max(0, after - before) if before is not None and after is not None else 0
+        made: list[Lane | Express] = []
+        try:
+            self._driver.set_current(context)
+            name = f"orbitkv-gpu{self.info.ordinal}"
+            post, lost = self._post, self._lost
+            self.express = Express(self._driver, context, f"{name}-express", post=post, lost=lost)
+            made.append(self.express)
+            self.restores = Lane(self._driver, context, f"{name}-restores", to_device=True, post=post, lost=lost)
+            made.append(self.restores)
+            self.saves = Lane(self._driver, context, f"{name}-saves", to_device=False, post=post, lost=lost)
+        except Exception:  # no memory for a stream, or no thread: the next registration tries again
+            for each in made:
+                each.close()
+            self.restores = self.saves = self.express = None
+            self._driver.release_context(self.info.ordinal)
+            raise
+        self.context_bytes = own_bytes(
+            os.getpid(), before, others, used_bytes(self.info.uuid), used_by_process(self.info.uuid)
+        )
         self.context = context
         logger.info(
             "%s (%s) is in use; the agent takes %d bytes of it", self.info.uuid, self.info.name, self.context_bytes
@@ -222,6 +264,8 @@ class Gpu:
 
     def _pin(self, records: RecordWriter) -> bool:
         """Let the GPU write to a session's records; false when it does not."""
+        if not self._driver.words:
+            return False
         count = self._pinned.get(records.address, 0)
         try:
             if not count:
@@ -241,14 +285,13 @@ class Gpu:
                 self._driver.unpin(records.address)
             except CudaError as error:
                 logger.error("%s: memory of records could not be unpinned: %s", self.info.uuid, error)
-        self._post(records.let_go)
 
     def _explain(self, error: CudaError) -> str:
         why = f"{self.info.uuid}: {error}"
         if not self.context and self.info.compute_mode != "default":
             why += (
                 f"; the GPU is in compute mode {self.info.compute_mode}, in which agent and engine cannot both use it: "
-                "set it to default (nvidia-smi -c DEFAULT)"
+                "set it to default (nvidia-smi -c DEFAULT), or run both under one MPS server"
             )
         elif not self.context:
             why += "; the agent could not start to use this GPU (a context takes about 600 MiB of its memory)"
@@ -260,4 +303,6 @@ class Gpu:
             )
         else:
             why += "; the engine's memory could not be opened (agent and engine must run on the same machine)"
+            if MIG in self.info.name:
+                why += f"; {self.info.name} is a part of a GPU, and its memory can be shared within the part only"
         return why

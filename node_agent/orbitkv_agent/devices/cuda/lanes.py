@@ -15,8 +15,15 @@ from itertools import chain
 from typing import Final, NamedTuple
 
 from orbitkv.cuda import CudaError, Driver
-from orbitkv_agent.devices.base import Word
-from orbitkv_agent.devices.cuda.plans import CHUNK_BYTES, SAVE_CHUNK_BYTES, CopyPlan, PagesOfGroup, plan_copy
+from orbitkv_agent.devices.base import Progress
+from orbitkv_agent.devices.cuda.plans import (
+    CHUNK_BYTES,
+    SAVE_CHUNK_BYTES,
+    CopyPlan,
+    PagesOfGroup,
+    plan_copy,
+    plan_layers,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +46,9 @@ class CopyJob:
         ended: called once on the owner thread, when no byte of it moves any more: with "" when all of it was copied,
             otherwise with the reason.
         landed: called when all of it was copied, before `ended`, on a thread of the lane.
-        word: written by the GPU itself when all of it was copied.
+        progress: told of each chunk.
+        words: the GPU itself writes the words of `progress`.
+        layered: one layer comes after the other.
 
     Attributes:
         pages: pages of all groups.
@@ -52,11 +61,16 @@ class CopyJob:
         groups: Sequence[PagesOfGroup],
         ended: Callable[[str], None],
         landed: Callable[[], None] | None = None,
-        word: Word | None = None,
+        progress: Progress | None = None,
+        *,
+        words: bool = True,
+        layered: bool = False,
     ) -> None:
         self.ended = ended
         self.landed = landed
-        self.word = word
+        self._progress = progress
+        self._words = words
+        self.layered = layered
         self.pages = self.unplanned = sum([group.blocks.size for group in groups])
         self._groups = groups
         self._slices: Iterator[PagesOfGroup] | None = None
@@ -75,6 +89,9 @@ class CopyJob:
 
     def plan_more(self, chunk_bytes: int) -> None:
         """Plan the next pages, in chunks of this size at most."""
+        if self.layered:
+            self.plan, self.next, self.unplanned = plan_layers(self._groups, chunk_bytes), 0, 0
+            return
         if self._slices is None:
             slices = [group.slices(FIRST_PAGES, PLAN_PAGES) for group in self._groups if group.blocks.size]
             self._slices = chain.from_iterable(slices)
@@ -82,23 +99,32 @@ class CopyJob:
         self.plan, self.next = plan_copy([part], chunk_bytes), 0
         self.unplanned -= part.blocks.size
 
-    def submit(self, driver: Driver, stream: int, *, to_device: bool) -> int:
-        """Submit the next chunk of the plan; return its bytes. The word follows on the last one.
+    def submit(self, driver: Driver, stream: int, *, to_device: bool, soon: bool = False) -> int:
+        """Submit the next chunk of the plan, `soon` to a GPU that has nothing to do; return its bytes. A word follows.
 
-        A refusal becomes the copy's `error`: some of it may have been submitted all the same.
+        A refusal becomes the copy's `error`: some of it may have been submitted all the same. So does it when nobody
+        wants the copy any more; then the chunk was left out.
         """
         first, end, size = self.plan.chunks[self.next]
         host, device, sizes = self.plan.host[first:end], self.plan.device[first:end], self.plan.sizes[first:end]
+        layers = self.plan.layers[self.next] if self.plan.layers else 0
         sources, destinations = (host, device) if to_device else (device, host)
         self.next += 1
         self.left -= size
+        progress = self._progress
+        if progress is not None and not progress.begin():
+            self.error = "its engine took it back, because this agent did not answer in time"
+            return size
         try:
-            driver.copy(destinations, sources, sizes, stream, to_device=to_device)
-            if self.word is not None and self.whole and not self.error:
-                driver.write_word(stream, self.word.address, self.word.value)
+            driver.copy(destinations, sources, sizes, stream, to_device=to_device, soon=soon)
+            if progress is not None and self._words:
+                driver.write_word(stream, *progress.word(last=self.whole, layers=layers))
         except CudaError as error:
             logger.error("a copy was refused: %s", error)
             self.error = str(error)
+        finally:
+            if progress is not None:
+                progress.end()
         return size
 
     def abandon(self) -> None:
@@ -126,7 +152,7 @@ class _Chunk(NamedTuple):
 
 
 class Lane:
-    """Copies of one GPU in one direction.
+    """Copies of one GPU in one direction. Made by a thread to which the context is current.
 
     Args:
         driver: the CUDA driver.
@@ -163,7 +189,7 @@ class Lane:
         self._flying_chunks = 0
         self._flying_bytes = 0
         self._events: list[int] = []
-        self._stream = 0
+        self._stream = driver.make_stream()
         self._smallest_next = True
         self._closing = False
         self._broken = False
@@ -220,7 +246,6 @@ class Lane:
     # -------------------------------------------------------------------------------- the thread that submits
 
     def _submit_all(self) -> None:
-        self._stream = self._driver.make_stream()
         while (self._jobs or self._flying_chunks or not self._closing) and not self._broken:
             job = self._pick()
             if job is not None:

@@ -80,10 +80,15 @@ class PinnedArenas:
         mapping = self._mappings.pop(arena.id, None)
         if mapping is None:
             return
-        self._driver.set_current(self._context())
         self.busy = True
         try:
+            self._driver.set_current(self._context())
             self._driver.unpin(arena.address)
+        except CudaError as error:  # the driver may still have it: it stays mapped
+            logger.error("memory for pages could not be unpinned: %s", error)
+            self._mappings[arena.id] = mapping
+            self._note(arena.id, 0)
+            return
         finally:
             self.busy = False
         arena.address = 0

@@ -40,8 +40,8 @@ class PagesOfGroup(NamedTuple):
 
     def slices(self, first: int, count: int) -> Iterator[PagesOfGroup]:
         """The pages in the order in which they lie in host memory, made when they are asked for: `first` ones, then
-        `count` at a time."""
-        if self.blocks.size <= first:
+        `count` at a time; all at once if they are no more than that."""
+        if self.blocks.size <= count:
             yield self
             return
         order = np.argsort(self.pages, kind="stable")
@@ -60,12 +60,14 @@ class CopyPlan(NamedTuple):
         device: (pieces,) uint64 addresses in the engine's memory.
         sizes: (pieces,) uint64 bytes.
         chunks: (first piece, end, bytes) of each chunk.
+        layers: how many layers are in place after each chunk; empty when they are not copied one by one.
     """
 
     host: npt.NDArray[np.uint64]
     device: npt.NDArray[np.uint64]
     sizes: npt.NDArray[np.uint64]
     chunks: list[tuple[int, int, int]]
+    layers: tuple[int, ...] = ()
 
     @property
     def bytes(self) -> int:
@@ -93,6 +95,26 @@ def plan_copy(groups: Iterable[PagesOfGroup], chunk_bytes: int = CHUNK_BYTES) ->
             host, device, sizes = _cut(host, device, sizes, chunk_bytes)
         chunks = _chunks(sizes, chunk_bytes)
     return CopyPlan(host.view(np.uint64), device.view(np.uint64), sizes.view(np.uint64), chunks)
+
+
+def plan_layers(groups: Iterable[PagesOfGroup], chunk_bytes: int = CHUNK_BYTES) -> CopyPlan:
+    """Plan the copy of pages so that one layer after the other is in place. Nothing becomes one piece."""
+    parts: list[tuple[Int64, Int64, Int64]] = []
+    ends = [0]
+    for group in groups:
+        base, stride, size, offset = group.places.layers
+        count = group.blocks.size
+        device = (base[:, None] + group.blocks[None, :] * stride[:, None]).ravel()
+        parts.append(((group.pages[None, :] + offset[:, None]).ravel(), device, np.repeat(size, count)))
+        ends += (ends[-1] + np.cumsum(size * count)).tolist()
+    if not parts or not ends[-1]:
+        return plan_copy(())
+    host, device, sizes = (np.concatenate([part[i] for part in parts]) for i in range(3))
+    host, device, sizes = _cut(host, device, sizes, chunk_bytes)
+    chunks = _chunks(sizes, chunk_bytes)
+    copied = np.cumsum([size for _, _, size in chunks])
+    layers = tuple(np.searchsorted(ends[1:], copied, side="right").tolist())
+    return CopyPlan(host.view(np.uint64), device.view(np.uint64), sizes.view(np.uint64), chunks, layers)
 
 
 def _pieces(group: PagesOfGroup) -> tuple[Int64, Int64, Int64]:

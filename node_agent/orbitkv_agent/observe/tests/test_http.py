@@ -8,6 +8,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 
 import pytest
 
@@ -150,25 +151,29 @@ def test_other_paths_and_methods_are_refused(server: MetricsServer) -> None:
     refused.value.close()
 
 
-def test_clients_that_send_nothing_do_not_keep_others_out(
-    server: MetricsServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    silent = [socket.create_connection(server.endpoint, timeout=10) for _ in range(http_module.MAX_REQUESTS - 1)]
-    try:
-        assert get(server, "/health")[0] == 200
-    finally:
-        for connection in silent:
-            connection.close()
+@contextmanager
+def connected(server: MetricsServer, count: int, address: str = "127.0.0.2") -> Iterator[list[socket.socket]]:
+    """Connections that send nothing, from one address."""
+    with ExitStack() as stack:
+        yield [
+            stack.enter_context(socket.create_connection(server.endpoint, timeout=10, source_address=(address, 0)))
+            for _ in range(count)
+        ]
 
 
-def test_more_clients_than_may_be_served_are_turned_away_at_once(server: MetricsServer) -> None:
-    silent = [socket.create_connection(server.endpoint, timeout=10) for _ in range(http_module.MAX_REQUESTS)]
-    try:
-        with socket.create_connection(server.endpoint, timeout=10) as late:
-            assert late.recv(1) == b""
-    finally:
-        for connection in silent:
-            connection.close()
+def test_probe_is_answered_while_all_places_are_held(server: MetricsServer) -> None:
+    with connected(server, http_module.MAX_REQUESTS):
+        for _ in range(3):
+            assert get(server, "/health")[0] == 200
+
+
+def test_crowd_pushes_out_only_itself(server: MetricsServer) -> None:
+    with connected(server, 1, "127.0.0.3") as [slow], connected(server, http_module.MAX_REQUESTS + 3) as crowd:
+        assert [each.recv(1) for each in crowd[:4]] == [b""] * 4
+        slow.sendall(b"GET /health HTTP/1.0\r\n\r\n")  # it was there before all of them
+        assert b" 200 " in slow.recv(1 << 12)
+        crowd[-1].sendall(b"GET /ready HTTP/1.0\r\n\r\n")
+        assert b" 200 " in crowd[-1].recv(1 << 12)
 
 
 def test_ready_says_what_is_missing(owner: Owner, server: MetricsServer) -> None:

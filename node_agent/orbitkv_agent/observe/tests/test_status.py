@@ -24,11 +24,21 @@ def test_table_tells_everything_a_person_asks_for() -> None:
         "(unnamed)    100 MiB  no limit                   0 B         probationary  0",
         "team-a/qwen  800 MiB  800 MiB of 1.6 GiB (50 %)  256 MiB     retained      3",
         "",
-        "INSTANCE    NAMESPACE    STATE                            LEASES  RESTORES  SAVES  MODEL",
-        "vllm-1/abc  team-a/qwen  serving                          3       2         1      Qwen3-8B bf16",
-        "vllm-2/def  (unnamed)    not yet: workers [1] of 2        0       0         0      Qwen3-8B bf16",
-        "vllm-3/ghi  (unnamed)    off: layout mismatch in layer 0  0       0         0      Gemma 3",
+        "INSTANCE    NAMESPACE    STATE                            PAGE    LEASES  RESTORES  SAVES  MODEL",
+        "vllm-1/abc  team-a/qwen  serving                          2 MiB   3       2         1      Qwen3-8B bf16",
+        "vllm-2/def  (unnamed)    not yet: workers [1] of 2        -       0       0         0      Qwen3-8B bf16",
+        "vllm-3/ghi  (unnamed)    off: layout mismatch in layer 0  64 KiB  0       0         0      Gemma 3",
     ]
+
+
+def test_what_engines_call_themselves_is_no_command_for_the_terminal() -> None:
+    snapshot = example_snapshot()
+    snapshot["instances"][0]["engine"] = "\x1b[2Jvllm\n/1"
+    snapshot["instances"][0]["model"] = "modèle\r"
+    line = next(line for line in render_status(snapshot).splitlines() if "vllm" in line)
+
+    assert line.startswith("?[2Jvllm?/1  ")
+    assert line.endswith("modèle?")
 
 
 def test_agent_without_engines_says_none_and_divides_by_nothing() -> None:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,21 +23,11 @@ from orbitkv.protocol.messages import (
     SavePlan,
 )
 from orbitkv.protocol.records import RecordState
+from orbitkv_agent.queries.service import OPERATION_BYTES
 from orbitkv_agent.tests.harness import HASH_BYTES, INSTANCE, PAGE, Engine, World, hashes, start_message
 
 # 4 MiB of pool: the budget of 75 % is 768 pages; 1.6 % is 16.
 SMALL_BUDGET: dict[str, Any] = {"query_budget_percent": 1, "pool": "4MiB"}  # 10 pages
-
-
-@pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    with World(tmp_path) as world:
-        yield world
-
-
-@pytest.fixture
-def engine(world: World) -> Engine:
-    return world.engine()
 
 
 def test_a_hit_is_the_leading_run(engine: Engine) -> None:
@@ -346,19 +335,26 @@ def test_operations_of_a_session_are_limited(engine: Engine, monkeypatch: pytest
     engine.control.call(query, Ready)
 
 
-def test_hashes_that_a_session_makes_the_agent_keep_are_limited(
+def test_hashes_of_waiting_queries_of_a_cache_namespace_are_limited(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("orbitkv_agent.queries.service.MAX_HELD_HASHES", 3 * HASH_BYTES)
-    with World(tmp_path, max_queries=1) as world:
-        engine = world.engine()
+    monkeypatch.setattr("orbitkv_agent.queries.service.MAX_HELD", 3 * OPERATION_BYTES + 3 * HASH_BYTES)
+    with World(tmp_path, max_queries=1, cache_namespaces={"a": {}}) as world:
+        engine, other = world.engine(), world.engine(instance=Instance("other", "1"))
+        tenant = world.engine(namespace="a")
         engine.save(hashes(1))
-        engine.ready(hashes(1))
+        ready = engine.ready(hashes(1, 2, 3, 4, 5))  # answered: its hashes are not kept
         assert isinstance(engine.query(hashes(2, 3), operation=100), Loading)
-        query = Query(INSTANCE, 101, 1, [GroupHashes(0, HASH_BYTES, hashes(4))])
-        assert engine.control.refused(query).kind == ErrorKind.BUSY
+        query = Query(other.instance, 101, 1, [GroupHashes(0, HASH_BYTES, hashes(4, 5))])
+        assert other.control.refused(query).kind == ErrorKind.BUSY
+        assert isinstance(tenant.query(hashes(2, 3, 4), operation=100), Loading), "another namespace's"
         engine.control.cancel(100)
-        engine.control.call(query, Loading)
+        other.control.call(query, Loading)
+        engine.control.release(*ready.leases)
+        for each in (engine, other, tenant):
+            each.control.drop()
+        world.pump()
+        assert not world.agent.queries._held
 
 
 @pytest.mark.parametrize(

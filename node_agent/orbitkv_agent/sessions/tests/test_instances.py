@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from orbitkv.protocol.messages import (
     Query,
     Ranks,
     Ready,
+    Refusal,
     Register,
     Registered,
     ResetDone,
@@ -34,6 +35,8 @@ from orbitkv.protocol.messages import (
     Unregister,
 )
 from orbitkv.protocol.records import Header
+from orbitkv_agent.sessions import membership
+from orbitkv_agent.sessions.errors import Refused
 from orbitkv_agent.tests.harness import (
     HASH_BYTES,
     INSTANCE,
@@ -47,12 +50,6 @@ from orbitkv_agent.tests.harness import (
     save_request,
     start_message,
 )
-
-
-@pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    with World(tmp_path) as world:
-        yield world
 
 
 def test_an_instance_serves_once_scheduler_and_workers_are_there_and_proven(world: World) -> None:
@@ -93,7 +90,7 @@ def test_tensor_parallel_workers_are_all_needed(world: World) -> None:
 def test_a_rank_registers_once(world: World) -> None:
     world.client().register()
     refusal = world.client().refused(register_message())
-    assert refusal.kind == ErrorKind.INVALID
+    assert refusal.kind == ErrorKind.BUSY, "the one that is there may be over, which the agent has not seen yet"
     assert "worker 0 of instance engine/1 is registered already" in refusal.message
 
 
@@ -228,6 +225,46 @@ def test_a_lease_is_for_the_worker_of_its_shard(world: World) -> None:
 
 
 @pytest.mark.guard("key-space")
+def test_registrations_that_wait_for_their_memory_count_too(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(membership, "MAX_REGISTRATIONS", 2)
+    opening: list[Callable[[object], None]] = []
+    monkeypatch.setattr(world.agent.device, "open", lambda session, message, opened: opening.append(opened))
+    worker = world.client()
+    first, second = (worker.post(register_message(Instance(name, "1"))) for name in ("1", "2"))
+    refusal = worker.refused(register_message(Instance("3", "1")))
+    assert refusal.kind == ErrorKind.BUSY
+    opening[0](None)
+    assert isinstance(worker.reply(first), Registered)
+    opening[1](Refused(ErrorKind.UNSUPPORTED, "it cannot be opened"))
+    assert isinstance(worker.reply(second), Refusal)
+    worker.post(register_message(Instance("3", "1")))
+    world.pump()
+    worker.drop()
+    world.pump()
+    opening[2](None)
+    assert not world.agent.membership._coming
+    assert world.agent.server._held.total == 0
+
+
+def test_instances_that_a_session_and_a_cache_namespace_attach_are_limited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(membership, "MAX_INSTANCES", 2)
+    monkeypatch.setattr(membership, "MAX_INSTANCES_OF_ONE", 3)
+    with World(tmp_path, cache_namespaces={"a": {}}) as world:
+        first, second, third, tenant = world.client(), world.client(), world.client(), world.client("a")
+        for name in ("1", "2", "2"):
+            first.attach(Instance(name, "1"))
+        assert "this session has attached 2" in first.refused(AttachInstance(Instance("3", "1"))).message
+        second.attach(Instance("3", "1"))
+        third.register(Instance("4", "1"))  # is known, and nobody has attached it
+        assert "has 3 engines attached" in third.refused(AttachInstance(Instance("4", "1"))).message
+        tenant.attach(Instance("1", "1"))
+        first.drop()
+        world.pump()
+        third.attach(Instance("4", "1"))
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -299,6 +336,14 @@ REFUSALS: list[tuple[str, dict[str, Any], ErrorKind, str]] = [
     ("identity", {"model_identity": ""}, ErrorKind.INVALID, "model_identity"),
     ("size", {"allocations": [Allocation(0)]}, ErrorKind.INVALID, "allocations[0].size is 0"),
     ("no groups", {"groups": []}, ErrorKind.INVALID, "groups is empty"),
+    ("long name", {"groups": [group_geometry(name="x" * 257)]}, ErrorKind.INVALID, "name has 257 characters"),
+    ("long identity", {"model_identity": "x" * 257}, ErrorKind.INVALID, "model_identity has 257 characters"),
+    (
+        "groups without end",
+        {"groups": [group_geometry(group=number, name=str(number)) for number in range(65)]},
+        ErrorKind.INVALID,
+        "65 groups; at most 64 are accepted",
+    ),
     ("no layers", {"groups": [GroupGeometry(0, "full", 16, [])]}, ErrorKind.INVALID, "no layers"),
     ("tokens", {"groups": [group_geometry(tokens=0)]}, ErrorKind.INVALID, "block_tokens is 0"),
     ("stride", {"groups": [group_geometry(block_stride=4095)]}, ErrorKind.INVALID, "block_stride 4095"),
@@ -466,6 +511,16 @@ def test_workers_in_containers_that_cannot_be_told_apart_find_each_their_own_pro
     restarted.session.peer = dataclasses.replace(restarted.session.peer, pid=0, process=None)
     # It may be another process, so what was proven there proves nothing here.
     assert restarted.register(ranks=Ranks(tensor=0, tensor_size=2)).proof_required
+
+
+@pytest.mark.parametrize("hash_bytes", [0, 33])
+def test_a_proof_is_not_looked_for_under_hashes_that_are_none(world: World, hash_bytes: int) -> None:
+    engine = world.engine()
+    stranger = world.client()
+    stranger.session.peer = dataclasses.replace(stranger.session.peer, process=None)
+    engine.worker.session.peer = dataclasses.replace(engine.worker.session.peer, process=None)
+    refusal = stranger.refused(Query(INSTANCE, 1, 1, [GroupHashes(0, hash_bytes, bytes(66))], proof=True))
+    assert refusal.kind == ErrorKind.INVALID and "hash_bytes" in refusal.message
 
 
 @pytest.mark.guard("all-groups")

@@ -9,7 +9,8 @@ import mmap
 import os
 import socket
 import stat
-from collections.abc import Iterator
+import threading
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Union, get_args
@@ -44,17 +45,12 @@ from orbitkv.protocol.records import SLOTS, WORD_BYTES, Header
 from orbitkv.protocol.versions import MESSAGES, PAGE_IMAGE, RECORDS, VersionRange
 from orbitkv_agent.agent import Agent
 from orbitkv_agent.sessions import dispatch, server
+from orbitkv_agent.sessions.errors import Refused
 from orbitkv_agent.sessions.peers import peer_of
 from orbitkv_agent.sessions.server import SocketTakenError
 from orbitkv_agent.sessions.session import MAX_WAITING_BYTES, SessionState
 from orbitkv_agent.tests.harness import INSTANCE, Client, World, hashes, ints, save_request
-
-
-@pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    with World(tmp_path) as world:
-        yield world
-
+from orbitkv_agent.transfers.saves import SAVE_BYTES
 
 # ------------------------------------------------------------------------------------------ the socket
 
@@ -305,7 +301,7 @@ def test_a_frame_that_is_too_large_closes_the_connection(world: World) -> None:
     client, other = world.client(), world.client()
     client.socket.sendall(framing.HEADER.pack(framing.MAX_FRAME_BYTES + 1, 1))
     assert client.closed()
-    assert "33554433 bytes" in str(client.replies[0])
+    assert f"{framing.MAX_FRAME_BYTES + 1} bytes" in str(client.replies[0])
     assert other.call(Ping(), Pong).ok
 
 
@@ -361,6 +357,20 @@ def test_a_slow_reader_gets_everything(world: World) -> None:
         client.read()
         world.pump()
     assert all(isinstance(client.replies[number], Status) for number in numbers)
+
+
+def test_a_session_that_ends_in_the_middle_of_a_reply_is_not_told_why_in_there(world: World) -> None:
+    client = world.client()
+    for _ in range(200):
+        client.post(GetStatus())
+    world.pump(20)
+    session = client.session
+    received = client.socket.recv(1 << 16)  # there is room for what comes next
+    assert session._outbox
+    world.agent.server.expel(session, Refused(ErrorKind.DENIED, "you were expelled"))
+    while piece := client.socket.recv(1 << 16):
+        received += piece
+    assert b"expelled" not in received
 
 
 def test_descriptors_that_a_client_sends_are_dropped(world: World) -> None:
@@ -530,7 +540,7 @@ def test_a_namespace_can_be_made_and_limited_live(world: World) -> None:
         ({"ttl_seconds": 5}, ErrorKind.UNSUPPORTED, "ttl_seconds is 5"),
         ({"uid": "x"}, ErrorKind.UNSUPPORTED, "uid is 'x'"),
         ({"insert_class": "gold"}, ErrorKind.INVALID, "insert_class"),
-        ({"guaranteed_bytes": 1 << 40}, ErrorKind.INVALID, "guaranteed"),
+        ({"guaranteed_bytes": 1 << 40}, ErrorKind.INVALID, "'team': cache_namespaces: guaranteed adds up to 1 TiB"),
         ({"quota_bytes": -1}, ErrorKind.INVALID, "quota"),
         ({"reset_generation": 1}, ErrorKind.INVALID, "it only rises"),
     ],
@@ -634,8 +644,75 @@ def test_a_flood_of_requests_leaves_a_turn_to_the_others(world: World) -> None:
     assert [each for each in flood.replies if each in numbers] == list(numbers)
 
 
+def test_who_makes_the_agent_keep_most_goes_when_it_is_too_much(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "_HELD_BYTES", 120_000)
+    frame = framing.encode(EngineReport("vllm", "too-old", "x" * 50_000), 77)
+    with World(tmp_path, cache_namespaces={"a": {}, "b": {}}, pool="1MiB") as world:
+        tenant, *greedy = world.client("b"), world.client("a"), world.client("a"), world.client("a")
+        tenant.socket.sendall(frame[:45_000])  # more than any one of the others
+        for each, size in zip(greedy, (30_000, 40_000, 10_000), strict=True):
+            each.socket.sendall(frame[:size])
+            world.pump()
+        assert [each.session.is_open for each in (tenant, greedy[0], greedy[2])] == [True] * 3
+        greedy[1].read()
+        assert greedy[1].ended
+        refusal = greedy[1].replies[0]
+        assert isinstance(refusal, Refusal) and refusal.message.startswith("too-much-held: ")
+        assert world.agent.counters.session_rejections["too-much-held"] == 1
+        tenant.socket.sendall(frame[45_000:])
+        world.pump()
+        tenant.read()
+        assert isinstance(tenant.replies[77], Done)
+        assert world.agent.server._held.total == 40_000
+
+
+def test_replies_that_nobody_reads_and_long_requests_count_as_held(world: World) -> None:
+    engine = world.engine()
+    held = world.agent.server._held
+    number = 0
+    while held.total < 100_000:
+        number = engine.control.post(GetStatus())
+        world.pump()
+    world.until(lambda: engine.control.reply(number))
+    assert held.total < 10_000
+    before = held.total
+    batch = SubmitSaves([save_request(engine.registration, hashes(number)) for number in range(40)])
+    number = engine.worker.post(batch)
+    world.agent.loop.run_once(0)
+    assert held.total > before + 40 * 32
+    world.until(lambda: engine.worker.reply(number))
+    assert held.total == before + 40 * SAVE_BYTES
+    assert before > 0, "the registration"
+    engine.worker.drop()
+    world.pump()
+    assert held.total == 0
+
+
+def test_nobody_waits_for_a_client_by_what_was_passed_to_it(world: World) -> None:
+    client = world.client()
+    for fd in client.descriptors:
+        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_NONBLOCK)
+    with suppress(OSError):
+        os.eventfd_write(client.descriptors[1], (1 << 64) - 2)  # as full as an eventfd can be
+    session = client.session
+
+    def tell() -> None:
+        for _ in range(2000):
+            session.notify(Header.INSTANCE)
+
+    telling = threading.Thread(target=tell, daemon=True)  # it would hang for ever
+    telling.start()
+    telling.join(10)
+    assert not telling.is_alive()
+    assert client.records is not None
+    assert client.records.counter(Header.INSTANCE) == 2000
+    assert os.read(client.descriptors[1], 8) == (1).to_bytes(8, "little")
+
+
 def test_a_few_large_requests_leave_a_turn_to_the_others(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pages of a whole batch are saved by requests that take most of a millisecond each."""
+    """Pages of a whole batch are saved by requests that take a good part of a millisecond each."""
     saves, other = world.client(), world.client()
     served: list[int] = []
     events = saves.session._events
@@ -644,10 +721,12 @@ def test_a_few_large_requests_leave_a_turn_to_the_others(world: World, monkeypat
         events.frame(session, sequence, body)
         if session is saves.session:
             served.append(sequence)
-            world.clock.now += 0.0006
+            world.clock.now += 0.0003
 
     monkeypatch.setattr(
-        saves.session, "_events", SimpleNamespace(frame=slowly, closed=events.closed, stream_ended=events.stream_ended)
+        saves.session,
+        "_events",
+        SimpleNamespace(frame=slowly, holds=events.holds, closed=events.closed, stream_ended=events.stream_ended),
     )
     saves.socket.sendall(b"".join(framing.encode(Ping(), number) for number in range(1, 11)))
     world.agent.loop.run_once(0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -31,14 +30,7 @@ from orbitkv_agent.tests.harness import HASH_BYTES, INSTANCE, Client, Engine, Wo
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    with World(tmp_path) as world:
-        yield world
-
-
-@pytest.fixture
-def engine(world: World) -> Engine:
-    engine = world.engine()
+def engine(engine: Engine) -> Engine:
     engine.save(hashes(1, 2))
     return engine
 

@@ -51,6 +51,23 @@ def test_few_entries_spill_while_the_table_grows() -> None:
         assert table.spilled <= max(8, table.count // 100)
 
 
+def test_growth_is_left_to_its_own_calls_a_batch_at_a_time() -> None:
+    table, _, _ = make(60_000)
+    batches = np.array_split(np.arange(1, 60_001), 300)
+    for batch in batches[:150]:
+        table.insert(batch)
+        table.grow()
+    before, grown = table.buckets, []
+    for batch in batches[150:]:
+        table.insert(batch)
+        assert table.buckets == before
+        table.grow()
+        grown.append(table.buckets - before)
+        before = table.buckets
+    assert max(grown) < 1024 and sum(grown) > 40_000
+    assert table.spilled <= table.count // 100
+
+
 def test_keys_that_were_never_inserted_are_not_found() -> None:
     table, _, _ = make(5_000)
     table.insert(np.arange(1, 5_001))

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from orbitkv_agent.store import ArenaPool, PageCache
+from orbitkv_agent.store import cache as cache_module
 from orbitkv_agent.store.tests.helpers import UNIT, MakeCache, cached, keys, reclaim_all, run, save
 
 
@@ -290,3 +291,48 @@ def test_an_arena_that_somebody_kept_without_access_takes_no_new_page_and_goes(m
     reclaim_all(cache)
     assert cached(cache, space, 1, 2, 3) == [3]
     assert cache.arenas.get(kept.id) is None
+
+
+def test_namespace_with_as_many_models_as_it_may_have_takes_no_more(
+    make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache_module, "MAX_GROUPS_OF_ONE", 3)
+    cache = make_cache(32, 8)
+    for model in range(3):
+        space = cache.open_key_space("red", model)
+        assert cache.takes(space, 0)
+        save(cache, space, model)
+    assert cache.takes(space, 0), "another page of a model that is there"
+    assert not cache.takes(space, 1)
+    assert not cache.takes(cache.open_key_space("red", "one more"), 0)
+    assert cache.takes(cache.open_key_space("blue", "model"), 0), "others are none the worse"
+
+
+def test_models_without_pages_make_way_for_others(make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_module, "MAX_GROUPS_OF_ONE", 3)
+    cache = make_cache(32, 8)
+    kept, evicted = cache.open_key_space("red", "kept"), cache.open_key_space("red", "evicted")
+    save(cache, kept, 1)
+    under_way = cache.open_key_space("red", "under way")
+    reservation = cache.reserve(under_way, 0, keys(2), 0, UNIT)
+    cache.abort(cache.reserve(evicted, 0, keys(3), 0, UNIT))
+    fresh = cache.open_key_space("red", "fresh")
+    assert cache.takes(fresh, 0)
+    save(cache, fresh, 4)
+    cache.commit(reservation)
+    assert [cached(cache, kept, 1), cached(cache, under_way, 2), cached(cache, fresh, 4)] == [[1], [2], [4]]
+    assert evicted.closed
+    again = cache.open_key_space("red", "evicted")
+    assert not again.closed and not cache.takes(again, 0)
+
+
+def test_models_that_are_only_asked_for_take_no_memory_for_ever(
+    make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache_module, "MAX_KEY_SPACES_OF_ONE", 4)
+    cache = make_cache()
+    kept = cache.open_key_space("red", "kept")
+    save(cache, kept, 1)
+    opened = [cache.open_key_space("red", model) for model in range(50)]
+    assert sum(not each.closed for each in opened) <= 3
+    assert cached(cache, kept, 1) == [1]

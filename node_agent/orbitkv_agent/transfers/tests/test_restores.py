@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,14 +21,7 @@ from orbitkv_agent.tests.harness import BLOCKS, PAGE, Engine, World, blocks_blob
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    with World(tmp_path) as world:
-        yield world
-
-
-@pytest.fixture
-def engine(world: World) -> Engine:
-    engine = world.engine()
+def engine(engine: Engine) -> Engine:
     engine.save(hashes(*range(8)))
     return engine
 

@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections import deque
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -27,8 +25,9 @@ from orbitkv.protocol.messages import (
     SubmitSaves,
     TimelineWord,
 )
-from orbitkv.protocol.records import RecordState
+from orbitkv.protocol.records import SLOTS, RecordState
 from orbitkv_agent import faults
+from orbitkv_agent.store import cache as cache_module
 from orbitkv_agent.tests.harness import (
     BLOCKS,
     HASH_BYTES,
@@ -43,17 +42,6 @@ from orbitkv_agent.tests.harness import (
     save_request,
 )
 from orbitkv_agent.transfers import saves as saves_module
-
-
-@pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    with World(tmp_path) as world:
-        yield world
-
-
-@pytest.fixture
-def engine(world: World) -> Engine:
-    return world.engine()
 
 
 def test_a_page_is_visible_only_after_its_commit(engine: Engine) -> None:
@@ -293,12 +281,32 @@ def test_a_registration_that_is_retired_in_the_middle_of_a_large_save_takes_noth
     assert agent.cache.stats().used_bytes == 0 and not len(agent.saves)
 
 
+@pytest.mark.parametrize("retired", [False, True])
+def test_a_save_whose_places_took_long_is_granted_in_the_next_turn(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, retired: bool
+) -> None:
+    monkeypatch.setattr(saves_module, "_LONG_TURN_S", 0.0)
+    agent = engine.world.agent
+    number = engine.worker.post(SubmitSaves([save_request(engine.registration, hashes(1, 2))]))
+    while not agent.cache.stats().used_bytes:
+        agent.loop.run_once(0)
+    assert not len(agent.saves)
+    if retired:
+        agent.membership._retire(engine.worker.session.registrations[engine.registration])
+    reply = None
+    while reply is None:
+        reply = engine.worker.reply(number)
+    assert isinstance(reply, Refusal if retired else SavesAccepted)
+    assert len(agent.saves) == (not retired)
+    assert (agent.cache.stats().used_bytes == 0) is retired
+
+
 def test_a_save_that_finds_no_completion_record_is_refused_and_keeps_no_place(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     agent, records = engine.world.agent, engine.worker.session.records
     assert records is not None
-    monkeypatch.setattr(records, "_free", deque[int]())
+    monkeypatch.setattr(records, "_fresh", SLOTS)
     refusal = engine.worker.ask(SubmitSaves([save_request(engine.registration, hashes(1, 2))]))
     assert isinstance(refusal, Refusal) and refusal.kind == ErrorKind.BUSY
     assert agent.cache.stats().used_bytes == 0 and not len(agent.saves)
@@ -390,6 +398,18 @@ def test_a_quota_bounds_a_namespace(tmp_path: Path) -> None:
     with World(tmp_path, cache_namespaces={"a": {"quota": "8KiB"}}) as world:
         engine = world.engine(namespace="a")
         assert engine.save(hashes(1, 2, 3)).dropped == {"quota": 1}
+
+
+def test_pages_of_one_model_too_many_are_dropped_and_named(
+    world: World, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache_module, "MAX_GROUPS_OF_ONE", 1)
+    engine.save(hashes(1))
+    other = world.engine(instance=Instance("other", "1"), model_identity="another")
+    assert other.save(hashes(1, 2)).dropped == {"too-many-models": 2}
+    assert engine.restore(hashes(1)) == 1
+    engine.save(hashes(2))
+    assert engine.restore(hashes(1, 2)) == 2
 
 
 def test_a_save_under_way_when_its_namespace_is_reset_is_not_found_afterwards(world: World) -> None:

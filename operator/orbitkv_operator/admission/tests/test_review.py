@@ -125,6 +125,8 @@ class Broken(FakeWorld):
 def test_defect_of_ours_lets_the_pod_pass_with_its_reason() -> None:
     answer = reviewer(Broken()).answer(parsed(asking()))
     assert answer.outcome == "failed"
+    (warning,) = answer.body["response"]["warnings"]
+    assert warning.startswith("OrbitKV: internal-error: The webhook failed on this pod")
     after = patched(asking(), patch_of(answer.body))
     found = stamps.read_skip(after["metadata"]["annotations"])
     assert found is not None and found.reason == "internal-error"
@@ -150,6 +152,7 @@ def test_object_of_no_shape_passes(thing: Object) -> None:
         json.dumps({"kind": "AdmissionReview", "apiVersion": "admission.k8s.io/v1beta1", "request": {}}).encode(),
         review([]),  # type: ignore[arg-type]
         review({}, uid=1),
+        review({"many": [{}] * 600_000}),
     ],
 )
 def test_what_is_no_review_is_refused(body: bytes) -> None:

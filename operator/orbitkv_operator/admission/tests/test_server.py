@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import http.client
 import json
 import socket
@@ -89,6 +90,44 @@ def test_body_of_ten_mebibytes_is_answered_and_a_larger_one_refused(server: Admi
     assert json.loads(body)["response"]["allowed"] is True
     assert post(connect(server, serving), b" " * (module.LARGEST_BODY + 1))[0] == 413
     assert post(connect(server, serving), review(asking()))[0] == 200
+
+
+def begun(server: AdmissionServer, serving: Serving, sender: str, size: int) -> ssl.SSLSocket:
+    """A body of which so many bytes were sent, and more are awaited."""
+    context = ssl.create_default_context(cadata=serving.bundle.decode())
+    plain = socket.create_connection(("127.0.0.1", server.port), timeout=20, source_address=(sender, 0))
+    secure = context.wrap_socket(plain, server_hostname="localhost")
+    secure.sendall(f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {2 * size}\r\n\r\n".encode())
+    secure.sendall(b" " * size)
+    return secure
+
+
+def is_ended(connection: ssl.SSLSocket) -> bool:
+    try:
+        return connection.recv(1) == b""
+    except TimeoutError:
+        return False
+    except OSError:
+        return True
+
+
+def test_bodies_that_would_take_all_memory_push_out_the_largest_of_who_sends_most(
+    server: AdmissionServer, serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "BODIES", 1 << 20)
+    with begun(server, serving, "127.0.0.3", 300_000) as others, begun(server, serving, "127.0.0.2", 200_000) as first:
+        with begun(server, serving, "127.0.0.2", 600_000) as larger:
+            assert is_ended(larger)
+            for kept in (first, others):
+                kept.settimeout(0.1)
+                assert not is_ended(kept)
+            assert post(connect(server, serving), review(asking()))[0] == 200
+
+
+def test_compressed_body_is_refused_and_not_unpacked(server: AdmissionServer, serving: Serving) -> None:
+    connection = connect(server, serving)
+    connection.request("POST", PATH, gzip.compress(review(asking())), {"Content-Encoding": "gzip"})
+    assert connection.getresponse().status == 400
 
 
 def test_body_that_does_not_come_holds_up_nobody(

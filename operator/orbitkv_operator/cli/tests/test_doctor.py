@@ -375,7 +375,16 @@ def test_json_has_every_finding_and_the_exit_code_says_whether_there_is_a_proble
     assert {"level", "about", "message", "fix"} == found["findings"][0].keys()
 
 
-@pytest.mark.parametrize("arguments", [[], ["explain", "pod", "name-only"], ["explain", "node", "x/y"], ["cure"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["explain", "pod", "name-only"],
+        ["explain", "pod", "team-a/pod", "-n", "team-b"],
+        ["explain", "node", "x/y"],
+        ["cure"],
+    ],
+)
 def test_wrong_command_line_is_told_in_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(arguments)

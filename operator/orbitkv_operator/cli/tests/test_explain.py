@@ -121,6 +121,16 @@ def test_pod_that_uses_its_cache(world: World, capsys: pytest.CaptureFixture[str
     assert said.endswith("Pod team/engine uses its cache.\n")
 
 
+def test_signs_that_a_terminal_obeys_are_not_passed_on(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    """A tenant writes what is on its pods; who runs the cluster reads it."""
+    world.pod(
+        {names.ANNOTATION_CACHE_NAMESPACE: "one", ANNOTATION_SKIP_REASON: "internal-error: \x1b[2J\x9b1;31m\x85 red"}
+    )
+    run_explain(world.api, RELEASE, "team", "engine", False)
+    said = capsys.readouterr().out
+    assert "red" in said and not [sign for sign in said if not sign.isprintable() and sign != "\n"]
+
+
 def test_forgotten_events_leave_the_status(world: World) -> None:
     first = {"namespace": "team", "name": "engine", "node": "node-a", "sessions": 2}
     world.cache(attached={"pods": 1, "first": [first]})

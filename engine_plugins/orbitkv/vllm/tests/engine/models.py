@@ -55,9 +55,17 @@ class Service(NamedTuple):
     agent: AgentProcess
 
 
+MODELS = "ORBITKV_TEST_MODELS"
+
+
 def make_models(folder: Path) -> Models:
-    """Makes all of them in `folder`."""
+    """Makes all of them in `folder`, or takes those that another test session made: ORBITKV_TEST_MODELS names its
+    folder."""
+    shared = os.environ.get(MODELS)
+    folder = Path(shared) if shared else folder
     models = Models(folder / "llama", folder / "other", folder / "gemma")
+    if shared:
+        return models
     arguments = [models.llama, "llama", 2, 0, models.other, "llama", 2, 1, models.gemma, "gemma3", 4, 0]
     command = [engine_python(), "-c", MAKE, *map(str, arguments)]
     subprocess.run(command, env=engine_environment(), cwd=ROOT, check=True, capture_output=True)

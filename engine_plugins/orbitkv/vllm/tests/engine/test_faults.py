@@ -23,9 +23,11 @@ from tools.harness.releases import BEFORE, LONG_AFTER, plugin_with
 pytestmark = pytest.mark.timeout(300)
 
 THOROUGH = os.environ.get("ORBITKV_TEST_THOROUGH") == "1"
-KILLS = 30
+KILLS = int(os.environ.get("ORBITKV_TEST_KILLS", "30"))
 STALL_SECONDS = (30, 10, 10)
 STEP_MARGIN_MS = 20
+ALIKE_TOKENS = 64
+"""Steps that compute fewer tokens more than this are no more work."""
 FEW_BLOCKS = {"num_gpu_blocks_override": 48, "max_model_len": 1024}
 """Fewer than the prompts of a load need, so that pages leave the engine's cache and are restored all the time."""
 
@@ -119,7 +121,7 @@ def test_engine_does_not_start_without_an_agent_when_told_so(folder: Path, start
 def test_stalled_agent_delays_no_step_and_every_request_finishes(
     start_agent: AgentMaker, start_engine: EngineMaker
 ) -> None:
-    """Each step is compared with the longest one of a control run just before, in which the agent answers.
+    """Each step is compared with those of a control run just before, in which the agent answers.
 
     Other things that the machine does make a step longer too, now and then. What the agent does to it would come again:
     so where a step was longer, the comparison is made anew.
@@ -141,13 +143,18 @@ def test_stalled_agent_delays_no_step_and_every_request_finishes(
         assert load.answered - answered > seconds / 2, f"{load.answered - answered} answers in {seconds} s"
         load.finish()
         agent.resume()
-        slowest = max(connector for _, connector in stalled)
+        slowest = max(connector for _, connector, _ in stalled)
         assert slowest <= STEP_MARGIN_MS, f"the connector held up a step for {slowest:.1f} ms"
-        longer.append(max(step for step, _ in stalled) - max(step for step, _ in usual))
+        longer.append(max(step - longest_alike(usual, computed) for step, _, computed in stalled))
         wait_restored(engine, agent, tokens("after the stall", 300))
         if longer[-1] <= STEP_MARGIN_MS:
             break
-    assert longer[-1] <= STEP_MARGIN_MS, f"the longest step was longer, by ms: {longer}"
+    assert longer[-1] <= STEP_MARGIN_MS, f"a step was longer than any with as much work in the control, by ms: {longer}"
+
+
+def longest_alike(steps: list[tuple[float, float, int]], computed: int) -> float:
+    """The longest in ms of the steps that are no more work than one of so many computed tokens."""
+    return max(took for took, _, tokens_computed in steps if tokens_computed < computed + ALIKE_TOKENS)
 
 
 def test_agent_killed_at_random_points_under_load(

@@ -33,6 +33,7 @@ class FakeGpu:
         refuse: code with which the next copies fail, 0 for none.
         broken: waiting fails, as on a GPU that is lost.
         compute_mode: of all GPUs; in any but "default" no second process gets a context.
+        name: of all GPUs.
         pins: whether host memory can be pinned.
         told: for each word that was written, how many calls of `copy` had been carried out by then.
         strays: pieces and words for host memory that was not pinned, or no longer when their turn came.
@@ -50,6 +51,7 @@ class FakeGpu:
         self.refuse = 0
         self.broken = False
         self.compute_mode = "default"
+        self.name = "a fake"
         self.pins = True
         self.told: list[int] = []
         self.strays = 0
@@ -88,6 +90,15 @@ class FakeGpu:
                 self._run(stream)
             self._changed.notify_all()
 
+    def step(self, copies: int) -> None:
+        """Make so many of the copies that are held, with what was enqueued on their streams right behind them."""
+        with self._changed:
+            end = self._carried_out + copies
+            for stream in self._streams.values():
+                while stream and (self._carried_out < end or not getattr(stream[0], "copies", False)):
+                    self._do(stream.popleft())
+            self._changed.notify_all()
+
     @contextmanager
     def unobserved(self) -> Iterator[None]:
         """Meanwhile whoever waits for an event sleeps on, though the GPU has come to it."""
@@ -107,17 +118,19 @@ class FakeGpu:
     def _run(self, stream: int) -> None:
         queue = self._streams[stream]
         while queue and not self._held:
-            work = queue.popleft()
-            if isinstance(work, int):
-                self._done.add(work)
-            else:
-                work()
+            self._do(queue.popleft())
         self._changed.notify_all()
+
+    def _do(self, work: Any) -> None:
+        if isinstance(work, int):
+            self._done.add(work)
+        else:
+            work()
 
     # --- the driver
 
     def gpus(self) -> list[GpuInfo]:
-        return [GpuInfo(i, UUIDS[i], "a fake", 1 << 37, self.compute_mode) for i in range(self._count)]
+        return [GpuInfo(i, UUIDS[i], self.name, 1 << 37, self.compute_mode) for i in range(self._count)]
 
     def retain_context(self, ordinal: int) -> int:
         if self.compute_mode != "default":
@@ -218,6 +231,7 @@ class FakeGpu:
         stream: int,
         *,
         to_device: bool,
+        soon: bool = False,
     ) -> None:
         self._check_context()
         if self.refuse:
@@ -235,6 +249,7 @@ class FakeGpu:
                     ctypes.memmove(destination, source, size)
             self._carried_out += 1
 
+        work.copies = True  # type: ignore[attr-defined]
         with self._changed:
             self.calls.append(len(pieces))
             self.streams.append(stream)

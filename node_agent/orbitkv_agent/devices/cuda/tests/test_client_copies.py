@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import signal
@@ -76,6 +77,22 @@ class Running:
         assert done.wait(10)
         return answer[0]
 
+    @contextlib.contextmanager
+    def standing_still(self) -> Iterator[None]:
+        """Meanwhile the owner thread does nothing, as when the process is stopped."""
+        still, go = threading.Event(), threading.Event()
+
+        def stand() -> None:
+            still.set()
+            go.wait(20)
+
+        self.agent.loop.post(stand)
+        assert still.wait(10)
+        try:
+            yield
+        finally:
+            go.set()
+
     def close(self) -> None:
         self.agent.request_stop()
         self.thread.join(20)
@@ -116,12 +133,15 @@ class Engine:
         self.client.submit_saves([handle])
         return handle
 
-    def restore(self, hashes: BlockHashes, blocks: list[int], **more: Any) -> RestoreHandle:
+    def lease(self, hashes: BlockHashes) -> int:
         request = uuid.uuid4().hex
         answer = self.client.query_prefetch(request, [hashes], instance=self.instance)
-        assert isinstance(answer, QueryReady) and answer.pages == len(blocks), answer
+        assert isinstance(answer, QueryReady) and answer.pages == len(hashes), answer
         self.client.query_consumed(request)
-        return self.client.start_restore(self.registration, answer.leases[0], [np.array(blocks)], **more)
+        return answer.leases[0]
+
+    def restore(self, hashes: BlockHashes, blocks: list[int], **more: Any) -> RestoreHandle:
+        return self.client.start_restore(self.registration, self.lease(hashes), [np.array(blocks)], **more)
 
 
 @pytest.fixture
@@ -165,6 +185,33 @@ def test_pages_go_there_and_back(engine: Engine) -> None:
     assert engine.client.layers_ready(handle) == 2
     before[:, [10, 30, 11]] = before[:, [4, 5, 60]]
     assert (engine.kv == before).all()
+
+
+def test_layers_come_one_after_the_other_where_that_is_asked_for(
+    running: Running, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("orbitkv_agent.devices.cuda.lanes.CHUNK_BYTES", 3 * PAGE // 2)
+    engine = Engine(running, gpu)
+    hashes, sources, targets = names(*range(8)), list(range(8)), list(range(20, 36, 2))
+    kept(engine, hashes, sources)
+    before = engine.kv.copy()
+    gpu.hold()
+    calls = len(gpu.calls)
+    restore = engine.restore(hashes, targets, layer_order=True)
+    until(lambda: len(gpu.calls) == calls + 3)  # of 3 pages' halves each: 9 of 16
+    assert restore.status is RestoreStatus.ENQUEUED or engine.client.wait_restore_enqueued(restore, 10)
+    assert engine.client.layers_ready(restore) == 0 and not engine.client.wait_layer(restore, 0, 0.01)
+    before[0, targets] = before[0, sources]
+    with running.standing_still():
+        gpu.step(3)
+        assert engine.client.wait_layer(restore, 0, 10) and engine.client.layers_ready(restore) == 1
+        assert not restore.status.final and not engine.client.wait_layer(restore, 1, 0.01)
+        assert (engine.kv[0] == before[0]).all(), "the first layer is whole"
+    gpu.release()
+    assert engine.client.wait_layer(restore, 1, 10)
+    before[1, targets] = before[1, sources]
+    assert engine.client.wait_restore(restore, 10) is RestoreStatus.DONE and (engine.kv == before).all()
+    engine.client.close()
 
 
 def test_an_image_is_gathered_from_the_gpu(engine: Engine) -> None:
@@ -279,28 +326,92 @@ def test_unregistering_and_closing_wait_for_the_agents_copies(running: Running, 
 
 
 def test_an_answer_that_comes_late_leaves_the_restore_uncertain_until_its_record_tells(
-    running: Running, gpu: FakeGpu
+    running: Running, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("orbitkv.client.agent_copies.SIGN_S", 60.0)
     engine = Engine(running, gpu, timeout_ms=100)
     kept(engine, names(1), [4])
-    blocked, go = threading.Event(), threading.Event()
-
-    def block() -> None:
-        blocked.set()
-        go.wait(10)
-
-    request = uuid.uuid4().hex
-    answer = engine.client.query_prefetch(request, [names(1)], instance=engine.instance)
-    assert isinstance(answer, QueryReady)
-    running.agent.loop.post(block)
-    assert blocked.wait(10)
-    restore = engine.client.start_restore(engine.registration, answer.leases[0], [np.array([9])])
-    save = engine.save(names(2), [5])
-    time.sleep(0.4)
-    assert not restore.status.final and not save.status.pages_released, "a timeout proves nothing"
-    go.set()
+    lease = engine.lease(names(1))
+    with running.standing_still():
+        restore = engine.client.start_restore(engine.registration, lease, [np.array([9])])
+        save = engine.save(names(2), [5])
+        time.sleep(0.4)
+        assert not restore.status.final and not save.status.pages_released, "a timeout proves nothing"
     assert engine.client.wait_restore(restore, 10) is RestoreStatus.DONE
     assert engine.client.wait_save(save, 10) is SaveStatus.COMMITTED
+    engine.client.close()
+
+
+@pytest.mark.guard("taken-back")
+def test_what_is_asked_of_an_agent_that_stands_still_ends_soon_and_is_never_copied(
+    running: Running, gpu: FakeGpu
+) -> None:
+    engine = Engine(running, gpu)
+    kept(engine, names(1), [4])
+    lease, before = engine.lease(names(1)), engine.kv.copy()
+    with running.standing_still():
+        asked = time.monotonic()
+        restore = engine.client.start_restore(engine.registration, lease, [np.array([9])])
+        save = engine.save(names(2), [5])
+        assert engine.client.wait_restore(restore, 10) is RestoreStatus.FAILED
+        assert engine.client.wait_save(save, 10) is SaveStatus.FAILED
+        assert time.monotonic() - asked < 2, "one second, on a machine that has time"
+        assert "gives no sign" in str(engine.client.lost), "whoever used it makes another one"
+    until(lambda: running.ask(lambda agent: agent.counters.load_failures))
+    assert (engine.kv == before).all()
+    engine.client.close()
+    until(lambda: not +gpu.mapped)
+    again = Engine(running, gpu)
+    kept(again, names(3), [4])
+    again.client.close()
+
+
+def test_of_a_restore_that_is_taken_back_amid_its_chunks_those_with_the_gpu_end_first(
+    running: Running, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("orbitkv_agent.devices.cuda.lanes.CHUNK_BYTES", 2 * PAGE)
+    monkeypatch.setattr("orbitkv_agent.devices.cuda.express.MOST_BYTES", 0)
+    engine = Engine(running, gpu)
+    hashes, sources, targets = names(*range(10)), list(range(10)), list(range(20, 40, 2))
+    kept(engine, hashes, sources)
+    before, calls = engine.kv.copy(), len(gpu.calls)
+    gpu.hold()
+    restore = engine.restore(hashes, targets)
+    until(lambda: len(gpu.calls) == calls + 3)
+    with running.standing_still():
+        until(lambda: engine.client.lost is not None)
+        time.sleep(0.1)
+        assert not restore.status.final, "three chunks may run at any time"
+        gpu.release()
+        assert engine.client.wait_restore(restore, 10) is RestoreStatus.FAILED
+        before[:, targets[:6]] = before[:, sources[:6]]
+        assert (engine.kv == before).all()
+    engine.client.close()
+    assert len(gpu.calls) == calls + 3
+
+
+@pytest.mark.guard("uncertain-copies")
+def test_a_copy_that_was_just_being_handed_over_stays_uncertain_until_the_agent_goes_on(
+    running: Running, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(running, gpu)
+    kept(engine, names(1), [4])
+    entered, go, copy = threading.Event(), threading.Event(), gpu.copy
+
+    def stopped(*arguments: Any, **more: Any) -> None:
+        entered.set()
+        go.wait(20)
+        copy(*arguments, **more)
+
+    monkeypatch.setattr(gpu, "copy", stopped)
+    restore = engine.restore(names(1), [9])
+    assert entered.wait(10)
+    until(lambda: engine.client.lost is not None)
+    time.sleep(0.1)
+    assert not restore.status.final
+    go.set()
+    assert engine.client.wait_restore(restore, 10).final
+    assert (engine.kv[:, 9] == engine.kv[:, 4]).all() or restore.status is RestoreStatus.FAILED
     engine.client.close()
 
 
@@ -309,8 +420,10 @@ def test_a_lost_connection_leaves_copies_uncertain_until_their_records_tell(runn
     engine = Engine(running, gpu)
     kept(engine, names(1), [4])
     gpu.hold()
+    calls = len(gpu.calls)
     restore, save = engine.restore(names(1), [9]), engine.save(names(2), [5])
     until(lambda: restore.status is RestoreStatus.ENQUEUED and save.record is not None)
+    until(lambda: len(gpu.calls) == calls + 2)
 
     def cut(agent: Agent) -> None:
         for session in list(agent.server.sessions):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from orbitkv.cuda import CudaError
 from orbitkv.protocol.errors import ErrorKind
 from orbitkv.protocol.messages import (
     Allocation,
@@ -31,6 +33,7 @@ from orbitkv.protocol.messages import (
 from orbitkv.protocol.records import REGION_BYTES, RecordState
 from orbitkv.protocol.versions import VersionRange
 from orbitkv_agent.devices.cuda.device import CudaDevice
+from orbitkv_agent.devices.cuda.gpu import own_bytes
 from orbitkv_agent.devices.cuda.tests.fake_gpu import UUIDS, FakeGpu
 from orbitkv_agent.tests.harness import (
     INSTANCE,
@@ -522,8 +525,60 @@ def test_a_gpu_in_exclusive_process_mode_is_refused_by_name(tmp_path: Path, gpu:
     with World(tmp_path, driver=gpu) as world:
         refusal = refused(world, world.client(), message(gpu, gpu.allocate(BLOCKS * PAGE)))
         assert "exclusive-process" in refusal.message and "nvidia-smi -c DEFAULT" in refusal.message
+        assert "one MPS server" in refusal.message
         gpu.compute_mode = "default"  # nothing of the failure stays
         assert CudaEngine(world, gpu).registration
+
+
+def test_a_gpu_that_has_no_room_for_a_stream_is_tried_again_by_the_next_registration(
+    tmp_path: Path, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room, make = [2], gpu.make_stream
+
+    def make_while_there_is_room() -> int:
+        if not room[0]:
+            raise CudaError("cuStreamCreate", 2, "CUDA_ERROR_OUT_OF_MEMORY", "out of memory")
+        room[0] -= 1
+        return make()
+
+    with World(tmp_path, driver=gpu) as world:
+        threads = threading.active_count()
+        with monkeypatch.context() as patch:
+            patch.setattr(gpu, "make_stream", make_while_there_is_room)
+            refusal = refused(world, world.client(), message(gpu, gpu.allocate(BLOCKS * PAGE)))
+        assert "CUDA_ERROR_OUT_OF_MEMORY" in refusal.message and not +gpu.contexts
+        assert threading.active_count() <= threads + 1, "only the GPU's own thread is left"
+        assert CudaEngine(world, gpu).registration
+
+
+def test_memory_of_another_part_of_a_gpu_is_refused_by_name(tmp_path: Path, gpu: FakeGpu) -> None:
+    gpu.name = "NVIDIA H200 MIG 1g.18gb"
+    with World(tmp_path, driver=gpu) as world:
+        kv = gpu.allocate(BLOCKS * PAGE)
+        refusal = refused(world, world.client(), message(gpu, kv, allocations=[Allocation(kv.nbytes, bytes(64))]))
+        assert "NVIDIA H200 MIG 1g.18gb is a part of a GPU" in refusal.message
+        assert CudaEngine(world, gpu).registration, "memory of the same part is served"
+
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("pid", "others", "processes", "bytes_"),
+    [
+        (7, {5: 3 * GIB}, {5: 9 * GIB, 7: 500}, 500),
+        (1, {5: 3 * GIB}, {5: 9 * GIB, 4711: 500}, 500),
+        (5, {5: 3 * GIB}, {5: 9 * GIB, 4711: 500}, 500),
+        (1, {5: 3 * GIB}, {5: 9 * GIB, 4711: 500, 4712: 900}, 6 * GIB),
+        (1, {}, {}, 6 * GIB),
+    ],
+    ids=["by its number", "the only new one", "another's number in a container", "two are new", "nothing is told"],
+)
+def test_what_the_agent_takes_of_a_gpu_is_told_by_process_where_it_can_be(
+    pid: int, others: dict[int, int], processes: dict[int, int], bytes_: int
+) -> None:
+    assert own_bytes(pid, 4 * GIB, others, 10 * GIB, processes) == bytes_
+    assert own_bytes(pid, None, {}, None, {}) == 0
 
 
 def test_memory_that_cannot_be_pinned_keeps_nothing_and_is_tried_again(

@@ -6,6 +6,7 @@ import contextlib
 import queue
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,6 +24,33 @@ CHUNK = 28
 """Pages in a chunk."""
 
 
+class Said:
+    """What is said of a copy, in two words of host memory: its end, and the chunks that are through.
+
+    Attributes:
+        begun: chunks that were handed over, or are about to be.
+        open: of these, such whose handing over has not ended.
+        wanted: more may be handed over.
+    """
+
+    def __init__(self, words: np.ndarray[Any, Any], value: int) -> None:
+        self.words, self.value = words, value
+        self.begun = self.open = 0
+        self.wanted = True
+
+    def begin(self) -> bool:
+        self.begun += self.wanted
+        self.open += self.wanted
+        return self.wanted
+
+    def end(self) -> None:
+        self.open -= 1
+
+    def word(self, *, last: bool, layers: int) -> Word:
+        address = self.words.ctypes.data
+        return Word(address, self.value) if last else Word(address + 8, self.begun)
+
+
 class Bench:
     """A lane with an owner's mailbox that the test empties."""
 
@@ -37,26 +65,26 @@ class Bench:
         self.lost: list[str] = []
         one = np.array([0], np.int64)
         base = np.array([self.engine.ctypes.data], np.int64)
-        self.places = GroupPlaces(base, one + PAGE, one + PAGE, one, PAGE, base)
+        self.places = GroupPlaces(base, one + PAGE, one + PAGE, one, PAGE, base, (base, one + PAGE, one + PAGE, one))
         self.lane = Lane(self.gpu, 1000, "lane", to_device=True, post=self.mail.put, lost=self.lost.append)
         self.express = Express(self.gpu, 1000, "express", post=self.mail.put, lost=self.lost.append)
-        self.word = np.zeros(1, np.uint64)
-        self.gpu.pin(self.word.ctypes.data, 8)
+        self.word = np.zeros(2, np.uint64)
+        self.gpu.pin(self.word.ctypes.data, 16)
 
-    def says(self, value: int) -> Word:
-        """The bench's word."""
-        return Word(self.word.ctypes.data, value)
+    def says(self, value: int) -> Said:
+        """What is said in the bench's words."""
+        return Said(self.word, value)
 
-    def copy(self, name: str, pages: int, first: int = 0, word: Word | None = None) -> CopyJob:
+    def copy(self, name: str, pages: int, first: int = 0, said: Said | None = None) -> CopyJob:
         """A copy of pages that are no neighbours on the GPU (so that each is a piece)."""
         blocks = first + np.arange(pages, dtype=np.int64)[::-1]
         slots = self.host.ctypes.data + (first + np.arange(pages, dtype=np.int64)) * PAGE
         group = PagesOfGroup(self.places, blocks, slots, np.zeros(pages, np.bool_))
-        return CopyJob([group], lambda error: self.ended.append((name, error)), word=word)
+        return CopyJob([group], lambda error: self.ended.append((name, error)), progress=said)
 
-    def job(self, name: str, pages: int, first: int = 0, word: Word | None = None) -> CopyJob:
+    def job(self, name: str, pages: int, first: int = 0, said: Said | None = None) -> CopyJob:
         """Submit such a copy."""
-        job = self.copy(name, pages, first, word)
+        job = self.copy(name, pages, first, said)
         self.lane.submit(job)
         return job
 
@@ -181,19 +209,35 @@ def test_the_word_of_a_copy_comes_once_and_with_its_last_byte(
 ) -> None:
     monkeypatch.setattr(lanes, "PLAN_PAGES", plan_pages)
     bench.gpu.hold()
-    bench.job("large", 4 * CHUNK, word=bench.says(7))
+    bench.job("large", 4 * CHUNK, said=(said := bench.says(7)))
     bench.until(lambda: len(bench.gpu.calls) == CHUNKS_IN_FLIGHT)
-    assert bench.word[0] == 0
+    assert bench.word.tolist() == [0, 0] and said.begun == CHUNKS_IN_FLIGHT
     bench.gpu.release()
     bench.until(lambda: bench.ended)
-    assert bench.gpu.told == [len(bench.gpu.calls)] and sum(bench.gpu.calls) == 4 * CHUNK
-    assert bench.word[0] == 7
+    chunks = len(bench.gpu.calls)
+    assert bench.gpu.told == list(range(1, chunks + 1)) and sum(bench.gpu.calls) == 4 * CHUNK
+    assert bench.word.tolist() == [7, chunks - 1] and said.begun == chunks and not said.open
+
+
+def test_of_a_copy_that_is_not_wanted_any_more_no_chunk_is_handed_over(bench: Bench) -> None:
+    bench.gpu.hold()
+    bench.job("large", 6 * CHUNK, said=(said := bench.says(7)))
+    bench.until(lambda: len(bench.gpu.calls) == CHUNKS_IN_FLIGHT)
+    said.wanted = False
+    small = bench.says(8)
+    small.wanted = False
+    assert bench.express.take(bench.copy("small", 8, 200, said=small)), "it ends there"
+    bench.gpu.release()
+    bench.until(lambda: len(bench.ended) == 2)
+    assert all("took it back" in error for _, error in bench.ended)
+    assert len(bench.gpu.calls) == CHUNKS_IN_FLIGHT and not said.open and not small.open
+    assert bench.word.tolist() == [0, CHUNKS_IN_FLIGHT], "what was handed over is through, and said to be"
 
 
 def test_a_copy_of_which_a_chunk_was_refused_has_no_word(bench: Bench) -> None:
     bench.gpu.refuse = 1
-    bench.job("bad", CHUNK, word=bench.says(7))
-    assert bench.express.take(bench.copy("bad too", 8, word=bench.says(8)))
+    bench.job("bad", CHUNK, said=bench.says(7))
+    assert bench.express.take(bench.copy("bad too", 8, said=bench.says(8)))
     bench.until(lambda: len(bench.ended) == 2)
     assert all("CUDA_ERROR_INVALID_VALUE" in error for _, error in bench.ended)
     assert bench.word[0] == 0
@@ -201,7 +245,7 @@ def test_a_copy_of_which_a_chunk_was_refused_has_no_word(bench: Bench) -> None:
 
 def test_the_express_hands_a_copy_to_the_gpu_at_once(bench: Bench) -> None:
     bench.gpu.hold()
-    assert bench.express.take(bench.copy("small", 8, word=bench.says(7)))
+    assert bench.express.take(bench.copy("small", 8, said=bench.says(7)))
     assert bench.gpu.calls == [8]
     bench.gpu.release()
     bench.until(lambda: bench.ended)
@@ -241,19 +285,24 @@ def test_a_copy_in_more_pieces_than_one_call_takes_is_left_to_a_lane_whole(
 
 def test_a_gpu_that_fails_under_the_express_proves_no_end(bench: Bench) -> None:
     bench.gpu.hold()
-    assert bench.express.take(bench.copy("uncertain", 8, word=bench.says(7)))
+    assert bench.express.take(bench.copy("uncertain", 8, said=bench.says(7)))
     bench.gpu.broken = True
     bench.until(lambda: bench.lost)
     assert not bench.ended and bench.word[0] == 0
 
 
-def test_saves_go_in_larger_chunks_because_nobody_waits_behind_them(bench: Bench) -> None:
+@pytest.mark.parametrize(
+    ("plan_pages", "chunks"), [(lanes.PLAN_PAGES, [72, 72, 56]), (100, [FIRST_PAGES, 72, 28, 68])], ids=["one", "many"]
+)
+def test_saves_go_in_larger_chunks_because_nobody_waits_behind_them(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, plan_pages: int, chunks: list[int]
+) -> None:
+    """Of more pages than are planned at once the first few are planned by themselves: the GPU waits for no other."""
+    monkeypatch.setattr(lanes, "PLAN_PAGES", plan_pages)
     bench.host[:] = 0
     lane = Lane(bench.gpu, 1000, "saves", to_device=False, post=bench.mail.put, lost=bench.lost.append)
     lane.submit(bench.copy("save", 200))
     bench.until(lambda: bench.ended)
     lane.close()
-    assert bench.gpu.calls == [FIRST_PAGES, 72, 72, 200 - 144 - FIRST_PAGES], (
-        "the first one waits for a short plan only"
-    )
+    assert bench.gpu.calls == chunks
     assert (bench.host.reshape(-1, PAGE)[:200] == bench.engine.reshape(-1, PAGE)[:200][::-1]).all()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from orbitkv.protocol.messages import GroupGeometry, LayerRegion
 from orbitkv_agent.devices.cuda import plans
 from orbitkv_agent.devices.cuda.geometry import FEW_PAGES, group_places
-from orbitkv_agent.devices.cuda.plans import PagesOfGroup, plan_copy
+from orbitkv_agent.devices.cuda.plans import PagesOfGroup, plan_copy, plan_layers
 
 ENGINE, HOST = 1 << 40, 1 << 30
 UNIT = 4096
@@ -74,14 +74,15 @@ def test_a_plan_moves_every_byte_of_every_page_to_its_place(
     offsets = np.array(slots[:count], np.int64) * padded
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plans, "FEW_PAGES", few)
-        plan = plan_copy([PagesOfGroup(group_places(geometry, at), blocks, HOST + offsets, offsets == 0)])
+        pages = PagesOfGroup(group_places(geometry, at), blocks, HOST + offsets, offsets == 0)
+        plan = plan_copy([pages])
     expected = {}
     for block, offset in zip(blocks.tolist(), offsets.tolist(), strict=True):
         for i, region in enumerate(geometry.layers):
             start = at[region.allocation] + region.offset + block * region.block_stride
             for j in range(0, size, 64):
                 expected[start + j] = HOST + offset + i * size + j
-    assert bytes_moved(plan) == expected
+    assert bytes_moved(plan) == expected == bytes_moved(plan_layers([pages]))
     assert plan.bytes == count * layers * size
     covered = [piece for first, end, _ in plan.chunks for piece in range(first, end)]
     assert covered == list(range(plan.sizes.size)), "chunks leave out or repeat pieces"
@@ -152,3 +153,22 @@ def test_a_piece_larger_than_a_chunk_is_cut() -> None:
     plan = plan_copy([PagesOfGroup(places, np.arange(20), pages, np.zeros(20, np.bool_))])
     assert plan.sizes.tolist() == [28 << 20, 28 << 20, 24 << 20]
     assert len(plan.chunks) == 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_plan_by_layers_says_which_are_in_place_after_each_chunk(kind: str) -> None:
+    geometry = layout(kind, 6, 40, 1 << 20)
+    blocks = np.arange(10, dtype=np.int64)
+    places = group_places(geometry, addresses(geometry))
+    pages = PagesOfGroup(places, blocks, HOST + blocks * (6 << 20), blocks == 0)
+    second = PagesOfGroup(places, blocks + 20, HOST + (blocks + 20) * (6 << 20), blocks < 0)
+    plan = plan_layers([pages, second], 8 << 20)
+    assert [size for _, _, size in plan.chunks] == [8 << 20] * 15 and plan.bytes == 120 << 20
+    assert plan.layers == tuple(8 * (chunk + 1) // 10 for chunk in range(15)) and plan.layers[-1] == 12
+    base, stride, *_ = places.layers
+    for (first, end, _), whole in zip(plan.chunks, plan.layers, strict=True):
+        layers = [(piece // 10) % 6 for piece in range(first, end)]
+        starts = base[layers] + (np.arange(first, end) % 10 + 20 * (np.arange(first, end) >= 60)) * stride[layers]
+        assert (plan.device[first:end] == starts.astype(np.uint64)).all()
+        assert whole * 10 <= end
+    assert not plan_layers([pages._replace(blocks=blocks[:0], pages=blocks[:0])]).chunks

@@ -1,0 +1,155 @@
+"""The restores of a worker that were not reported yet, and when they are."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+
+from orbitkv.client import CacheManagerClient, OrbitKVError, RestoreHandle, RestoreStatus
+
+from .metadata import Load
+
+GATHER_S = 0.1
+"""Longest time that a finished restore waits for others to finish, while the engine computes for other requests."""
+LOOK_S = 50e-6
+MOMENT_S = 0.002
+"""Longest wait for a restore that is about to end, while the engine computes nothing."""
+LAST_S = 0.01
+"""Longest wait for the last restore that runs, so that it need not wait itself for the step of the one before."""
+GPU_BYTES_S = 52e9
+"""About what a GPU's link carries: when a restore should end."""
+
+
+@dataclass(slots=True)
+class Running:
+    """A restore that was not reported yet. `handle` is None when it never began.
+
+    Attributes:
+        started: when it was started.
+        gpu_s: how long its copy should take when no other runs, infinite where that is not known.
+        at_once: the scheduler's half started it and asks for its end; else each step's results report it.
+        report_by: once it is done: how long it may wait to be reported together with others.
+    """
+
+    load: Load
+    client: CacheManagerClient | None
+    handle: RestoreHandle | None
+    started: float
+    gpu_s: float
+    at_once: bool
+    report_by: float = 0.0
+
+    @property
+    def status(self) -> RestoreStatus:
+        """How it stands."""
+        return RestoreStatus.FAILED if self.handle is None else self.handle.status
+
+    def given_up(self, now: float) -> bool:
+        """Whether it did not begin in time and was withdrawn: no byte of it is copied any more."""
+        if now < self.started + self.load.patience_s or self.client is None or self.handle is None:
+            return False
+        try:
+            return self.client.cancel_restore(self.handle)
+        except OrbitKVError:
+            return False  # the client is over: the handle ends by itself
+
+
+class Restores:
+    """What runs, in the order in which it was started. Of the thread that steps the engine."""
+
+    def __init__(self) -> None:
+        self._running: dict[str, Running] = {}
+        self._link_free = 0.0  # since when no restore that was seen to end uses the GPU's link
+
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+        return bool(self._running)
+
+    @property
+    def at_once(self) -> bool:
+        """Whether the scheduler's half has to ask for the end of one."""
+        return any(running.at_once for running in self._running.values())
+
+    def add(
+        self,
+        load: Load,
+        client: CacheManagerClient | None,
+        handle: RestoreHandle | None,
+        *,
+        size: int = 0,
+        at_once: bool = False,
+    ) -> None:
+        """A restore was started. Of its size in bytes 0 means that nobody knows how long it takes."""
+        gpu_s = size / GPU_BYTES_S if size and handle is not None else math.inf
+        self._running[load.request_id] = Running(load, client, handle, time.monotonic(), gpu_s, at_once)
+
+    def take_failed(self) -> list[Running]:
+        """Return those that failed or did not begin in time: their requests have everything to compute."""
+        now = time.monotonic()
+        failed = [
+            running
+            for running in self._running.values()
+            if (status := running.status) is not RestoreStatus.DONE and (status.final or running.given_up(now))
+        ]
+        for running in failed:
+            del self._running[running.load.request_id]
+        return failed
+
+    def take_done(self, *, computing: bool, at_once: bool) -> set[str]:
+        """Return the requests whose restores ended well and are to be reported now.
+
+        A request that joins running ones makes their step several times as long (it is not one CUDA graph any more), so
+        those that are done go in together: each waits for others as long as it took itself, while the engine has other
+        work. An engine without other work gets each at once; only the last one is waited for, if it comes within less
+        than a step.
+
+        Args:
+            computing: the engine computes something now. Else a restore that is about to end is waited for.
+            at_once: of those whose end the scheduler's half asks for, or of the others.
+        """
+        if not any(running.at_once is at_once for running in self._running.values()):
+            return set()
+        now = time.monotonic() if computing else self._wait_a_moment()
+        done: list[Running] = []
+        others: list[Running] = []
+        for running in self._running.values():
+            status = running.status
+            if status is RestoreStatus.DONE:
+                if not running.report_by:
+                    running.report_by = now + min(now - running.started, GATHER_S)
+                    self._link_free = now
+                if running.at_once is at_once:
+                    done.append(running)
+            elif not status.final:
+                others.append(running)
+        if not done:
+            return set()
+        if computing and others and all(now < running.report_by for running in done):
+            return set()
+        if not computing and len(others) == 1 and 0 < self._due(others[0]) - now < LAST_S:
+            return set()
+        for running in done:
+            del self._running[running.load.request_id]
+        return {running.load.request_id for running in done}
+
+    def _wait_a_moment(self) -> float:
+        """Wait for a restore that is about to end, where the engine's loop would only sleep; return the time.
+
+        Restores end one after another, in the order in which they began. A look that comes too soon costs a whole round
+        of the loop.
+        """
+        now = time.monotonic()
+        first = next((running for running in self._running.values() if not running.status.final), None)
+        if first is None:
+            return now
+        due = self._due(first)
+        end = now + MOMENT_S
+        while -MOMENT_S / 2 < due - now < MOMENT_S and now < end and not first.status.final:
+            time.sleep(LOOK_S)
+            now = time.monotonic()
+        return now
+
+    def _due(self, first: Running) -> float:
+        """When the restore that runs now should end."""
+        return max(first.started, self._link_free) + first.gpu_s
