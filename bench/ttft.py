@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import json
 import os
+import shutil
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -172,8 +173,10 @@ class Engine:
         return answer
 
     def keep_log(self, folder: Path) -> None:
-        """Copy its log to a folder."""
+        """Copy its log to a folder, and the calls of its connector if they were written down."""
         (folder / self._process.log.name).write_text(self._process.log_text())
+        if self.calls.exists():
+            shutil.copy(self.calls, folder)
 
     def __enter__(self) -> Self:
         return self

@@ -5,8 +5,8 @@ for: a record tells the end of each. Until it does, nobody knows whether bytes s
 connection ends a handle, only its record, or the end of the agent's process.
 
 An agent that gives no sign for a while, because its process is stopped, loses the session: the permit to hand over
-copies is taken away, and when what it had handed over is through, all handles end. Only a copy that it was just handing
-over when it was stopped stays uncertain, until the process goes on or ends.
+copies is taken away, and when what it had handed over is through, all handles end. If it was stopped just when it
+handed one over, they stay uncertain until the process goes on or ends.
 """
 
 from __future__ import annotations

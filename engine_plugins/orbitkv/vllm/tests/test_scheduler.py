@@ -337,6 +337,20 @@ def test_one_late_answer_is_not_a_miss(start: Start) -> None:
     engine.assert_at_rest()
 
 
+def test_a_lookup_without_an_answer_is_taken_back_when_its_request_ends(start: Start) -> None:
+    engine = start()
+    engine.serve("first", prompt(70))
+    engine.reset_hbm()
+    engine.agent.silent = True
+    engine.add("cut", prompt(70), answer=30)
+    engine.step()
+    engine.agent.silent = False
+    engine.abort("cut")
+    assert "cut" in engine.agent.cancelled, "who knows what the agent holds for it"
+    engine.run()
+    engine.assert_at_rest()
+
+
 @pytest.mark.guard("vllm-hash-slice")
 def test_a_changed_hash_slice_is_not_restored(start: Start) -> None:
     engine = start()

@@ -93,7 +93,11 @@ class CopyJob:
             self.plan, self.next, self.unplanned = plan_layers(self._groups, chunk_bytes), 0, 0
             return
         if self._slices is None:
-            slices = [group.slices(FIRST_PAGES, PLAN_PAGES) for group in self._groups if group.blocks.size]
+            slices = [
+                group.slices(*(whole_chunks(pages, group, chunk_bytes) for pages in (FIRST_PAGES, PLAN_PAGES)))
+                for group in self._groups
+                if group.blocks.size
+            ]
             self._slices = chain.from_iterable(slices)
         part = next(self._slices)
         self.plan, self.next = plan_copy([part], chunk_bytes), 0
@@ -140,6 +144,12 @@ class CopyJob:
     def whole(self) -> bool:
         """Whether all of it was submitted."""
         return self.next == len(self.plan.chunks) and not self.unplanned
+
+
+def whole_chunks(pages: int, group: PagesOfGroup, chunk_bytes: int) -> int:
+    """So many of these pages that they fill whole chunks, if they fill one."""
+    fill = max(1, chunk_bytes // group.places.page_bytes)
+    return pages - pages % fill if pages >= fill else pages
 
 
 class _Chunk(NamedTuple):

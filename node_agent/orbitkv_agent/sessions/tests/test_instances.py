@@ -224,7 +224,6 @@ def test_a_lease_is_for_the_worker_of_its_shard(world: World) -> None:
     assert workers[0].refused(start_message(numbers[0], ready.leases[1], [0])).kind == ErrorKind.STALE
 
 
-@pytest.mark.guard("key-space")
 def test_registrations_that_wait_for_their_memory_count_too(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(membership, "MAX_REGISTRATIONS", 2)
     opening: list[Callable[[object], None]] = []
@@ -265,6 +264,7 @@ def test_instances_that_a_session_and_a_cache_namespace_attach_are_limited(
         third.attach(Instance("4", "1"))
 
 
+@pytest.mark.guard("key-space")
 @pytest.mark.parametrize(
     "change",
     [

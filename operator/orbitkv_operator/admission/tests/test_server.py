@@ -115,13 +115,16 @@ def test_bodies_that_would_take_all_memory_push_out_the_largest_of_who_sends_mos
     server: AdmissionServer, serving: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "BODIES", 1 << 20)
-    with begun(server, serving, "127.0.0.3", 300_000) as others, begun(server, serving, "127.0.0.2", 200_000) as first:
-        with begun(server, serving, "127.0.0.2", 600_000) as larger:
-            assert is_ended(larger)
-            for kept in (first, others):
-                kept.settimeout(0.1)
-                assert not is_ended(kept)
-            assert post(connect(server, serving), review(asking()))[0] == 200
+    with (
+        begun(server, serving, "127.0.0.3", 300_000) as others,
+        begun(server, serving, "127.0.0.2", 200_000) as first,
+        begun(server, serving, "127.0.0.2", 600_000) as larger,
+    ):
+        assert is_ended(larger)
+        for kept in (first, others):
+            kept.settimeout(0.1)
+            assert not is_ended(kept)
+        assert post(connect(server, serving), review(asking()))[0] == 200
 
 
 def test_compressed_body_is_refused_and_not_unpacked(server: AdmissionServer, serving: Serving) -> None:

@@ -124,13 +124,13 @@ def test_stalled_agent_delays_no_step_and_every_request_finishes(
     """Each step is compared with those of a control run just before, in which the agent answers.
 
     Other things that the machine does make a step longer too, now and then. What the agent does to it would come again:
-    so where a step was longer, the comparison is made anew.
+    so where a step was held up, the comparison is made anew.
     """
     agent = start_agent()
     engine = start_engine(agent, patient=False, **FEW_BLOCKS)
     load = Load(engine, "stall", prompts=1 << 30)  # none comes again: with and without hits the steps are the same work
     load.run(5)  # whatever is slow only once happens here
-    longer: list[float] = []
+    held_up: list[tuple[float, float]] = []
     for seconds in STALL_SECONDS:
         engine.call("steps")
         load.run(10)
@@ -143,13 +143,16 @@ def test_stalled_agent_delays_no_step_and_every_request_finishes(
         assert load.answered - answered > seconds / 2, f"{load.answered - answered} answers in {seconds} s"
         load.finish()
         agent.resume()
-        slowest = max(connector for _, connector, _ in stalled)
-        assert slowest <= STEP_MARGIN_MS, f"the connector held up a step for {slowest:.1f} ms"
-        longer.append(max(step - longest_alike(usual, computed) for step, _, computed in stalled))
+        by_connector = max(connector for _, connector, _ in stalled)
+        longer = max(step - longest_alike(usual, computed) for step, _, computed in stalled)
+        held_up.append((by_connector, longer))
         wait_restored(engine, agent, tokens("after the stall", 300))
-        if longer[-1] <= STEP_MARGIN_MS:
+        if max(held_up[-1]) <= STEP_MARGIN_MS:
             break
-    assert longer[-1] <= STEP_MARGIN_MS, f"a step was longer than any with as much work in the control, by ms: {longer}"
+    assert max(held_up[-1]) <= STEP_MARGIN_MS, (
+        "a step was held up: ms that it was in the connector, and that it was longer than any with as much work in the "
+        f"control: {held_up}"
+    )
 
 
 def longest_alike(steps: list[tuple[float, float, int]], computed: int) -> float:

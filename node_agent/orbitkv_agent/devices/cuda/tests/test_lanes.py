@@ -195,6 +195,13 @@ def test_a_copy_that_is_planned_piece_by_piece_is_whole(bench: Bench, monkeypatc
     assert sum(bench.gpu.calls) == 33
 
 
+def test_pages_are_planned_by_whole_chunks(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lanes, "PLAN_PAGES", 2 * CHUNK + 5)
+    bench.job("many", 6 * CHUNK + 3)
+    bench.until(lambda: bench.ended)
+    assert bench.gpu.calls == [CHUNK] * 6 + [3]
+
+
 def test_the_bytes_arrive(bench: Bench) -> None:
     bench.host[:] = bench.gpu.allocate(bench.host.nbytes)
     bench.job("all", 100)
@@ -292,7 +299,7 @@ def test_a_gpu_that_fails_under_the_express_proves_no_end(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize(
-    ("plan_pages", "chunks"), [(lanes.PLAN_PAGES, [72, 72, 56]), (100, [FIRST_PAGES, 72, 28, 68])], ids=["one", "many"]
+    ("plan_pages", "chunks"), [(lanes.PLAN_PAGES, [72, 72, 56]), (100, [FIRST_PAGES, 72, 72, 24])], ids=["one", "many"]
 )
 def test_saves_go_in_larger_chunks_because_nobody_waits_behind_them(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, plan_pages: int, chunks: list[int]
