@@ -98,9 +98,9 @@ def test_copies_are_drained_when_the_gpu_has_counted_every_chunk_that_was_handed
     writer.hand_over(first, 2)
     writer.hand_over(second, 1)
     chunks = ctypes.c_uint64.from_address(writer.place_of_chunks(first))
-    chunks.value = 1
+    chunks.value = writer.word_of_chunks(1, layers=2)
     assert not reader.drained()
-    chunks.value = 2
+    chunks.value = writer.word_of_chunks(2, layers=3)
     assert not reader.drained(), "the second is not"
     writer.close(second, RecordState.FAILED)
     assert reader.drained()

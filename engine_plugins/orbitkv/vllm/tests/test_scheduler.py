@@ -160,6 +160,13 @@ def test_a_restore_beside_running_requests_starts_with_a_step(start: Start) -> N
     engine.assert_at_rest()
 
 
+def test_one_of_several_workers_is_not_told_before_the_others(start: Start) -> None:
+    engine = start(one_process=True)
+    assert engine.half._worker_here() is engine.workers
+    engine.half._workers = 2
+    assert engine.half._worker_here() is None
+
+
 def test_a_restore_that_ended_is_scheduled_although_its_step_is_still_in_flight(start: Start) -> None:
     engine = start(one_process=True, asynchronous=True)
     engine.serve("first", prompt(70))

@@ -336,3 +336,6 @@ def test_models_that_are_only_asked_for_take_no_memory_for_ever(
     opened = [cache.open_key_space("red", model) for model in range(50)]
     assert sum(not each.closed for each in opened) <= 3
     assert cached(cache, kept, 1) == [1]
+    for each in opened:
+        cache.drop_key_space(each)
+    assert kept.namespace.key_spaces == 1

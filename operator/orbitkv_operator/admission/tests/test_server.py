@@ -127,6 +127,15 @@ def test_bodies_that_would_take_all_memory_push_out_the_largest_of_who_sends_mos
         assert post(connect(server, serving), review(asking()))[0] == 200
 
 
+def test_bodies_that_were_answered_count_no_more(
+    server: AdmissionServer, serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = review(asking())
+    monkeypatch.setattr(module, "BODIES", 2 * len(body))
+    connection = connect(server, serving)
+    assert [post(connection, body)[0] for _ in range(5)] == [200] * 5
+
+
 def test_compressed_body_is_refused_and_not_unpacked(server: AdmissionServer, serving: Serving) -> None:
     connection = connect(server, serving)
     connection.request("POST", PATH, gzip.compress(review(asking())), {"Content-Encoding": "gzip"})

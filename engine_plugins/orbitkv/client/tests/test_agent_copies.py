@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from orbitkv.client import OrbitKVError, agent_copies
+from orbitkv.client.agent_copies import ASK_S, SIGN_S, AgentCopies
+from orbitkv.client.handles import RestoreHandle
+from orbitkv.protocol.messages import Done, Ping, Reply, Request
+
+from .test_handles import registration_of_two_layers
+
+
+class FakeConnection:
+    path = "/agent.sock"
+
+    def __init__(self) -> None:
+        self.asked: list[Request] = []
+        self.came: list[Callable[[], None]] = []
+        self._answers = True
+
+    def go_silent(self) -> None:
+        self._answers = False
+
+    def post(self, request: Request, answered: Callable[[Reply], None]) -> None:
+        self.asked.append(request)
+        if self._answers and isinstance(request, Ping):
+            self.came.append(lambda: answered(Done()))
+
+    def take_late_replies(self) -> None:
+        while self.came:
+            self.came.pop()()
+
+
+class Clock:
+    now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(agent_copies, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def connection() -> FakeConnection:
+    return FakeConnection()
+
+
+@pytest.fixture
+def copies(connection: FakeConnection, clock: Clock) -> AgentCopies:
+    session: Any = SimpleNamespace(connection=connection, welcome=SimpleNamespace(messages_version=1))
+    copies = AgentCopies(session, lambda *_: None, lambda _: None)
+    copies.restore(RestoreHandle(registration_of_two_layers(), 1, [(0, np.array([1]))], layer_order=False))
+    return copies
+
+
+def test_an_agent_that_owes_something_and_gives_no_sign_is_given_up(
+    copies: AgentCopies, connection: FakeConnection, clock: Clock
+) -> None:
+    connection.go_silent()
+    assert copies.watch() == pytest.approx(ASK_S)
+    clock.now += ASK_S
+    assert copies.watch() == pytest.approx(SIGN_S)
+    clock.now += SIGN_S
+    with pytest.raises(OrbitKVError, match="gives no sign"):
+        copies.watch()
+
+
+def test_an_agent_that_answered_an_engine_that_stood_still_itself_is_not_given_up(
+    copies: AgentCopies, connection: FakeConnection, clock: Clock
+) -> None:
+    clock.now += ASK_S
+    copies.watch()
+    clock.now += 100 * SIGN_S
+    assert copies.watch() == pytest.approx(ASK_S), "its answer waits to be read"
+    clock.now += ASK_S
+    copies.watch()
+    assert sum(isinstance(each, Ping) for each in connection.asked) == 2
