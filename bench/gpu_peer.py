@@ -49,15 +49,22 @@ def served(folder: Path) -> Iterator[Any]:
         server = subprocess.Popen(command, env=binaries.binary_env(), stdout=log, stderr=subprocess.STDOUT)
     try:
         clients: list[Any] = []
+        refused: list[Exception] = []
 
         def healthy() -> bool:
+            if server.poll() is not None:
+                raise RuntimeError(f"PegaFlow's server ended: {(folder / 'server.log').read_text()[-2000:]}")
             try:
                 clients[:] = [package.EngineRpcClient(URL)]
                 return bool(clients[0].health()[0])
-            except Exception:
-                return False  # it does not listen yet
+            except Exception as error:  # it does not listen yet, most likely; its errors have no type of their own
+                refused[:] = [error]
+                return False
 
-        wait_until(healthy, "PegaFlow's server answers", START_S)
+        try:
+            wait_until(healthy, "PegaFlow's server answers", START_S)
+        except TimeoutError as error:
+            raise error from (refused[0] if refused else None)
         yield clients[0]
     finally:
         server.terminate()
