@@ -62,6 +62,6 @@ OrbitKVConnector: Any = type(
     {
         "__module__": __name__,
         "reset_cache": _reset_cache,
-        **{name: _timed(name) for name in (*SCHEDULER, *WORKER)},
+        **{name: _timed(name) for name in (*SCHEDULER, "take_restored", *WORKER)},
     },
 )

@@ -1,8 +1,9 @@
 """What restores cost a real vLLM on a GPU, and what they save: time to the first token, and the others' decoding.
 
-Engines of the same model and settings, with OrbitKV, without a connector and with vLLM's own offloading to host memory,
-take turns on the GPU, because clocks drift. The model has Qwen3-8B's shape and random weights: time does not depend on
-them, and a prompt that was restored must have the answer that it had when it was computed.
+Engines of the same model and settings take turns on the GPU, because clocks drift: with OrbitKV as an annotated pod has
+it, with OrbitKV and vLLM's own scheduler, without a connector, and with vLLM's own offloading to host memory. The model
+has Qwen3-8B's shape and random weights: time does not depend on them, and a restored prompt must have the answer that
+it had when it was computed.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any, Final, Self
 from bench import gpu
 from bench.figures import Figure, percentile, say
 from bench.restore_hops import Calls, medians
+from orbitkv.vllm.injected import EARLY_SCHEDULER
 from tools.harness.engine import ROOT, Stream, accept, engine_python, listen, orbitkv_connector
 from tools.harness.memory_engine import temporary_agent
 from tools.harness.process import ManagedProcess
@@ -33,6 +35,7 @@ START_S: Final = 240.0
 ANSWER_S: Final = 120.0
 SHORT: Final = 1024
 LONG: Final = 8192
+MOST_TOKENS: Final = 16384
 SHORT_TURNS: Final = 25
 LONG_TURNS: Final = 15
 TURNS_AT_ONCE: Final = 3
@@ -102,8 +105,11 @@ def why_not() -> str:
 class Engine:
     """A real vLLM. It starts when it is made, builds its model from `begin` on, and serves after `ready`."""
 
-    def __init__(self, folder: Path, name: str, connector: dict[str, Any] | None) -> None:
+    def __init__(
+        self, folder: Path, name: str, connector: dict[str, Any] | None, arguments: dict[str, Any] | None = None
+    ) -> None:
         self._connector = connector
+        self._arguments = arguments or {}
         self._folder = folder
         self._listener = listen(folder / f"{name}.sock")
         self.calls = folder / f"{name}-calls.json"
@@ -137,11 +143,12 @@ class Engine:
                     "model": str(model_folder(self._folder)),
                     "load_format": "dummy",
                     "skip_tokenizer_init": True,
-                    "max_model_len": 16384,
+                    "max_model_len": MOST_TOKENS,
                     "gpu_memory_utilization": 0.2,  # only looked at before the start: that of the cache is given
                     "kv_cache_memory_bytes": ((BATCH * LONG + STREAMS * 1400) // BLOCK + 64) * PAGE_BYTES,
                     "compilation_config": {"cudagraph_capture_sizes": GRAPHS},
                     **({"attention_backend": attention} if attention else {}),
+                    **self._arguments,
                 },
                 "connector": self._connector,
             }
@@ -207,11 +214,13 @@ def restored_bytes(tokens: int) -> int:
 
 
 class Bench:
-    """The engines (ours, one without a connector, one with vLLM's own), and the figures so far."""
+    """The engines (ours, ours with vLLM's own scheduler, one without a connector, one with vLLM's own), and the figures
+    so far."""
 
-    def __init__(self, ours: Engine, plain: Engine, theirs: Engine, limit: gpu.Limit) -> None:
+    def __init__(self, engines: Sequence[Engine], limit: gpu.Limit) -> None:
         self.figures: list[Figure] = []
-        self._ours, self._plain, self._theirs, self._limit = ours, plain, theirs, limit
+        self._ours, self._late, self._plain, self._theirs = engines
+        self._limit = limit
         self._seeds = itertools.count(1_000_000, 1000)
         self._missed = 0
         self._batch: list[int] = []
@@ -239,11 +248,12 @@ class Bench:
 
     def warm(self) -> None:
         """Have every kernel compiled that is measured below."""
-        for engine in (self._ours, self._plain, self._theirs):
+        for engine in (self._ours, self._late, self._plain, self._theirs):
             for tokens in (SHORT, LONG):
                 for _ in range(2):
                     engine.ask(tokens, 500 + tokens)
                     engine.call("reset")
+        for engine in (self._ours, self._plain, self._theirs):
             engine.call("throughput", streams=CROWD, tokens=CROWD_PROMPT, answer=16, seed=next(self._seeds))
             engine.call("wave", tokens=SHORT, seeds=[1, 2, 3], streams=STREAMS)
             engine.call("reset")
@@ -256,13 +266,16 @@ class Bench:
         for seed in seeds:
             self._plain.ask(tokens, seed)
         restored, hits, plain = [], [], []
+        late: list[tuple[float, float]] = []
         # A few prompts each in turn: an engine is slower right after another process used the GPU.
         for start in range(0, turns, TURNS_AT_ONCE):
             some = seeds[start : start + TURNS_AT_ONCE]
             for seed in some:
-                self._ours.call("reset")
-                restored.append(self._restored_ms(tokens, seed, computed[seed]))
+                restored.append(self._restored_ms(self._ours, tokens, seed, computed[seed]))
                 hits.append(self._ours.ask(tokens, seed)["ms"])
+            for seed in some:
+                slow = self._restored_ms(self._late, tokens, seed, computed[seed])
+                late.append((slow, self._late.ask(tokens, seed)["ms"]))
             for seed in some:
                 self._plain.ask(tokens, seed)  # as above the second of two asked one after the other counts
                 plain.append(self._plain.ask(tokens, seed)["ms"])
@@ -273,18 +286,22 @@ class Bench:
         over = statistics.median(restored) - hit
         at_limit = self._at_limit_ms(restored_bytes(tokens))
         self._add(f"ttft_{name}_over_hit_ms", over, "ms", baseline=at_limit, bound=bound)
+        late_ms, late_hit = (statistics.median(each) for each in zip(*late, strict=True))
+        self._add(f"ttft_{name}_over_hit_own_scheduler_ms", late_ms - late_hit, "ms", baseline=over)
         without = statistics.median(plain)
         self._add(f"hbm_hit_{name}_ratio", hit / without, "ratio", bound=1.03 if tokens == LONG else None)
         if tokens == LONG:
             self._add(f"ttft_{name}_peer_ratio", statistics.median(restored) / PEER_8K_MS, "ratio", bound=0.9)
 
-    def _restored_ms(self, tokens: int, seed: int, cold: dict[str, Any]) -> float:
+    @staticmethod
+    def _restored_ms(engine: Engine, tokens: int, seed: int, cold: dict[str, Any]) -> float:
         """Time to the first token of a prompt that HBM has not.
 
         Raises:
             RuntimeError: it was not restored as a whole, or has another answer than when it was computed.
         """
-        warm = self._ours.ask(tokens, seed)
+        engine.call("reset")
+        warm = engine.ask(tokens, seed)
         if warm["cached"] != restored_tokens(tokens):
             raise RuntimeError(f"only {warm['cached']} of {tokens} tokens were restored")
         if apart(cold["best"], warm["best"]) > APART:
@@ -407,13 +424,12 @@ def apart(one: dict[str, float], other: dict[str, float]) -> float:
 
 
 @contextlib.contextmanager
-def engines(folder: Path, connectors: Sequence[dict[str, Any] | None]) -> Iterator[list[Engine]]:
-    """Engines that are ready, one for each connector."""
+def engines(
+    folder: Path, kinds: Sequence[tuple[dict[str, Any] | None, dict[str, Any] | None]]
+) -> Iterator[list[Engine]]:
+    """Engines that are ready, one for each connector and vLLM's arguments with it."""
     with contextlib.ExitStack() as stack:
-        made = [
-            stack.enter_context(Engine(folder, f"engine-{number}", connector))
-            for number, connector in enumerate(connectors)
-        ]
+        made = [stack.enter_context(Engine(folder, f"engine-{number}", *kind)) for number, kind in enumerate(kinds)]
         try:
             for engine in made:
                 engine.begin()
@@ -436,14 +452,16 @@ def run() -> list[Figure]:
     with temporary_agent(mode="cuda", pool="40GiB", prefault=True) as agent, tempfile.TemporaryDirectory() as name:
         ours = orbitkv_connector(agent.socket_path, model_fingerprint="bench")
         ours["kv_connector_module_path"] = "bench.timed_connector"
-        say("  starting three engines: minutes")
-        with engines(Path(name), [ours, None, OFFLOADING]) as (with_cache, without, offloading):
+        say("  starting four engines: minutes")
+        early = {"scheduler_cls": EARLY_SCHEDULER}
+        one_prompt = {"kv_cache_memory_bytes": (MOST_TOKENS // BLOCK + 64) * PAGE_BYTES}  # it is asked no more at once
+        with engines(Path(name), [(ours, early), (ours, one_prompt), (None, None), (OFFLOADING, None)]) as started:
             agent.wait(
                 lambda status: status["pool"]["prefaulted_bytes"] >= 0.99 * status["pool"]["capacity_bytes"],
                 "all of the agent's memory is there",
                 START_S,
             )
-            bench = Bench(with_cache, without, offloading, gpu.Limit())
+            bench = Bench(started, gpu.Limit())
             say("  the agent and the engines are ready")
             try:
                 bench.warm()

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from e2e.support.engines import PROGRAM, PYTHON, EnginePod
+from e2e.support.engines import PROGRAM, PYTHON, EnginePod, heard, held_pod, let_go
 from e2e.support.installation import Installation, cache_object, unique
 from e2e.support.kubectl import Kubectl, Object
 from orbitkv_crds import names, stamps
@@ -93,7 +93,7 @@ pool cache-2 workload-3 workload-4 cache-4 cache-5 workload-5
 def test_annotated_workloads_attach_with_all_of_it_applied_at_once_in_any_order(
     kubectl: Kubectl, clean: Installation, engine_image: str
 ) -> None:
-    """The first has a quota that leaves room for nothing more."""
+    """The first has a quota that leaves room for nothing more, and its path from a ConfigMap."""
     namespace, beside = clean.make_namespace(), clean.make_namespace()
     quota = {
         "apiVersion": "v1",
@@ -101,10 +101,14 @@ def test_annotated_workloads_attach_with_all_of_it_applied_at_once_in_any_order(
         "metadata": {"name": "exact", "namespace": namespace},
         "spec": {"hard": QUOTA},
     }
-    kubectl.apply(quota)
+    paths = {"metadata": {"name": "paths", "namespace": namespace}, "data": {"own": "/the/users/own"}}
+    kubectl.apply(quota, {"apiVersion": "v1", "kind": "ConfigMap", **paths})
     pool = unique("pool")
+    first = strict(engine_image, "main", nodeName=NODE)
+    source = {"configMapKeyRef": {"name": "paths", "key": "own"}}
+    first["containers"][0]["env"] = [{"name": "PYTHONPATH", "valueFrom": source}]
     made = {
-        "workload-0": deployment("engine", namespace, "chat", strict(engine_image, "main", nodeName=NODE)),
+        "workload-0": deployment("engine", namespace, "chat", first),
         "cache-0": cache_object("chat", namespace, pool),
     }
     numbers = range(1, 6)
@@ -137,6 +141,47 @@ def test_annotated_workloads_attach_with_all_of_it_applied_at_once_in_any_order(
     kubectl.run("annotate", "deployment", "engine", f"{names.ANNOTATION_CACHE_NAMESPACE}-", f"--namespace={namespace}")
     kubectl.wait_gone("pod", inside.name, namespace, timeout=90)
     assert not stamps.is_stamped(running(kubectl, namespace, "app=engine")["metadata"]["labels"])
+
+
+def test_an_injected_pod_starts_whatever_went_meanwhile_says_so_once_and_attaches_when_it_is_back(
+    kubectl: Kubectl, clean: Installation, engine_image: str
+) -> None:
+    """Its CacheNamespace went after it was admitted, and of the other one the node's agent."""
+    namespace = clean.make_namespace()
+    pool = clean.make_pool()
+    kubectl.apply(cache_object("cache", namespace, pool))
+    clean.wait_ready("cachenamespace", "cache", namespace)
+    kubectl.apply(held_pod(engine_image, "cache", namespace, NODE, "cache"))
+    pod = kubectl.get("pod", "cache", namespace)
+    assert pod is not None
+    stamp = stamps.read_injected(pod["metadata"]["annotations"])
+    assert stamp is not None and not stamp.info
+    kubectl.delete("cachenamespace", "cache", namespace)
+    let_go(kubectl, "cache", namespace)
+
+    def computes(name: str, *, attached: bool) -> bool:
+        said = heard(kubectl, name, namespace)[1]
+        return len(said) > 3 and said[-1]["attached"] == attached and said[-1]["computed"] > said[-2]["computed"]
+
+    kubectl.until(lambda: computes("cache", attached=False), "it to compute without its cache", timeout=30)
+    words = heard(kubectl, "cache", namespace)[0]
+    assert sum("cache-namespace-not-found: " in each for each in words) == len(words) == 1, words
+    kubectl.apply(cache_object("cache", namespace, pool))
+    kubectl.until(lambda: computes("cache", attached=True), "it to attach", timeout=60)
+
+    kubectl.patch("managerpool", pool, {"spec": {"nodeSelector": {"orbitkv-test/nowhere": "true"}}})
+    kubectl.until(lambda: not clean.agents(pool), "the agents to go", timeout=90)
+    kubectl.apply(held_pod(engine_image, "agent", namespace, NODE, "cache"))
+    let_go(kubectl, "agent", namespace)
+    kubectl.until(lambda: computes("agent", attached=False), "it to compute without an agent", timeout=30)
+    words = heard(kubectl, "agent", namespace)[0]
+    assert sum("no OrbitKV agent at /run/orbitkv/agent.sock" in each for each in words) == len(words) == 1, words
+    kubectl.until(lambda: computes("cache", attached=False), "the other one to go on without it", timeout=30)
+    kubectl.patch("managerpool", pool, {"spec": {"nodeSelector": None}})
+    for name in ("cache", "agent"):
+        kubectl.until(lambda: computes(name, attached=True), f"{name} to attach", timeout=90)  # noqa: B023
+        found = kubectl.get("pod", name, namespace)
+        assert found is not None and [each["restartCount"] for each in found["status"]["containerStatuses"]] == [0]
 
 
 @contextmanager

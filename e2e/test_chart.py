@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from e2e.chart.earlier import earlier_chart
-from e2e.support.engines import EnginePod, make_engine_pod
+from e2e.support.engines import EnginePod, heard, held_pod, let_go, make_engine_pod
 from e2e.support.installation import OWN_NAMESPACE, SMALL, Installation, unique
 from e2e.support.kubectl import Kubectl, KubectlError, Object, condition, has_condition
 from e2e.support.target import Target
@@ -119,12 +119,14 @@ class Life:
     cache: Object
     test_output: str
     table: str
+    orphan: tuple[list[str], list[dict[str, Any]]]
+    """What a pod logged and said that was injected before the removal and started after it."""
     after: set[str]
     files: dict[str, set[str]]
 
 
 @pytest.fixture(scope="module")
-def life(bare: Target, tmp_path_factory: pytest.TempPathFactory) -> Life:
+def life(bare: Target, images: list[str], tmp_path_factory: pytest.TempPathFactory) -> Life:
     """Installs OrbitKV as the README says, goes on as NOTES say, and removes it as the documentation says."""
     shell, kubectl = Shell(bare, tmp_path_factory.mktemp("shell")), bare.kubectl
     before = objects(kubectl)
@@ -148,15 +150,21 @@ def life(bare: Target, tmp_path_factory: pytest.TempPathFactory) -> Life:
     nodes = set(installation.agents("default"))
     test_output = shell.run(f"helm test orbitkv --namespace {OWN_NAMESPACE}")
     installed = objects(kubectl)
+    image = next(name for name in images if "/node-agent" in name)
+    kubectl.apply(held_pod(image, "orphan", "default", min(nodes), "chat"))
     for command in commands(KUBERNETES_PAGE, "Remove"):
         shell.run(command)
+    let_go(kubectl, "orphan", "default")
+    kubectl.until(lambda: len(heard(kubectl, "orphan", "default")[1]) > 5, "it to compute", timeout=30)
+    orphan = heard(kubectl, "orphan", "default")
+    kubectl.delete("pod", "orphan", "default")
     kubectl.until(
         lambda: not [each for each in objects(kubectl) - before if each not in expected_left()],
         "everything but the definitions and the namespace to be gone",
         timeout=60,
     )
     after = objects(kubectl)
-    return Life(before, installed, seconds, pool, nodes, cache, test_output, table, after, node_files(bare))
+    return Life(before, installed, seconds, pool, nodes, cache, test_output, table, orphan, after, node_files(bare))
 
 
 def expected_left() -> set[str]:
@@ -192,6 +200,12 @@ def test_removal_leaves_what_the_documentation_says(life: Life) -> None:
     assert len(life.installed - life.before) > 20
     assert life.after - life.before == expected_left()
     assert not life.before - life.after
+
+
+def test_an_injected_pod_that_starts_after_the_removal_computes_and_says_once_what_is_missing(life: Life) -> None:
+    words, said = life.orphan
+    assert len(words) == 1 and "no OrbitKV agent at /run/orbitkv/agent.sock" in words[0], words
+    assert not any(each["attached"] for each in said) and said[-1]["computed"] > said[0]["computed"]
 
 
 def test_removal_leaves_empty_folders_on_the_nodes(life: Life) -> None:

@@ -16,13 +16,13 @@ import pytest
 from e2e.support.engines import EnginePod, make_engine_pod
 from e2e.support.installation import Installation, cache_object
 from e2e.support.kubectl import Kubectl, KubectlError, Object
-from orbitkv_crds.names import engine_audience
+from orbitkv_crds.names import SOCKET_PATH, engine_audience
 
 ATTACKS = (Path(__file__).parent / "support" / "attacker_program.py").read_text()
 NODE, OTHER_NODE = "node-a", "node-b"
 PAGES = 64
-MIB = 1 << 20
 PAGE = 65536
+POOL = 512 << 20
 STEP_S = 0.005
 """What a step of an engine's scheduler may spend on the cache. The machine is not the test's alone, so what counts is
 the best second of an attack, beside the best second without one, and twice this is let pass."""
@@ -60,7 +60,7 @@ GUESSES = {
 }
 FRAMES = {
     "version": "version-mismatch",
-    "torn": "",
+    "torn": "bad-frame",
     "oversized": "bad-frame",
     "random": "bad-frame",
     "early": "bad-frame",
@@ -77,7 +77,7 @@ class Judged:
     @property
     def good(self) -> bool:
         """Whether there were seconds of the long attacks, and as good ones as without."""
-        if not {"burst", "deaf", "flood", "nothing"} <= self.best.keys():
+        if not {"burst by 1", "burst by 100", "deaf", "flood", "hoard", "nothing"} <= self.best.keys():
             return False
         return max(self.best.values()) < 2 * STEP_S + 3 * self.best["nothing"]
 
@@ -91,6 +91,10 @@ class Tenants:
     cache: str
     victim: EnginePod
     theirs: str
+    agent: EnginePod
+    """The agent's own pod, which may ask for its state."""
+    before: dict[str, Any] = field(default_factory=dict)
+    """What the agent counted of the victim before the attacks."""
     attacks: list[tuple[str, float, float]] = field(default_factory=list)
     """Name, begin and end of each attack so far, in seconds since 1970."""
 
@@ -102,7 +106,9 @@ class Tenants:
             pod.name, pod.namespace, "python", "-c", ATTACKS, action, json.dumps(facts), timeout=timeout
         )
         *_, last, times = map(json.loads, printed.splitlines())
-        self.attacks.append((action, *times["attack"]))
+        self.attacks.append(
+            (f"{action} by {options['sessions']}" if "sessions" in options else action, *times["attack"])
+        )
         found: dict[str, Any] = last
         return found
 
@@ -110,6 +116,20 @@ class Tenants:
     def facts(self) -> dict[str, Any]:
         """By what numbers the agent knows the victim."""
         return next(line for line in self.victim.said() if "lease" in line)
+
+    def counted(self) -> dict[str, Any]:
+        """What the agent counts of the victim."""
+        command = ("orbitkv-agent", "status", "--json", "--socket", SOCKET_PATH)
+        state = json.loads(self.kubectl.execute(self.agent.name, self.agent.namespace, *command, container="agent"))
+        return {
+            "pages": [each for each in state["namespaces"] if each["name"] == self.theirs],
+            "sessions": state["sessions"]["by_namespace"].get(self.theirs),
+            "engines": [
+                {name: each[name] for name in ("engine", "model", "serving", "off", "restores", "saves")}
+                for each in state["instances"]
+                if each["cache_namespace"] == self.theirs
+            ],
+        }
 
     def judged(self) -> Judged:
         """What the victim found, second by second, so far."""
@@ -133,7 +153,7 @@ def token(kubectl: Kubectl, namespace: str, audience: str, pod: Object | None = 
 @pytest.fixture(scope="module")
 def tenants(installation: Installation, kubectl: Kubectl, images: list[str]) -> Iterator[Tenants]:
     image = next(name for name in images if "/node-agent" in name)
-    pool = installation.make_pool(memory="512Mi")
+    pool = installation.make_pool(memory=str(POOL))
     agents = installation.agents(pool)
     node = NODE if NODE in agents else next(iter(agents))
     theirs, mine = installation.make_namespace(), installation.make_namespace()
@@ -144,7 +164,11 @@ def tenants(installation: Installation, kubectl: Kubectl, images: list[str]) -> 
     )
     attacker = make_engine_pod(kubectl, image, "attacker", mine, node)
     assert victim.wait_said("lease")["kept"] == PAGES
-    yield Tenants(kubectl, attacker, f"{mine}/cache", victim, f"{theirs}/cache")
+    agent = EnginePod(kubectl, agents[node]["metadata"]["name"], installation.namespace)
+    found = Tenants(kubectl, attacker, f"{mine}/cache", victim, f"{theirs}/cache", agent)
+    found.before = found.counted()
+    assert found.before["pages"][0]["used_bytes"] == PAGES * PAGE
+    yield found
     installation.clean_up()
 
 
@@ -210,9 +234,10 @@ def test_a_client_that_stops_reading_is_ended(tenants: Tenants) -> None:
     assert found["ended"] == found["tried"] > 0
 
 
-def test_requests_by_the_thousand_are_answered_in_turn(tenants: Tenants) -> None:
+@pytest.mark.parametrize("sessions", [1, 100])
+def test_requests_by_the_thousand_are_answered_in_turn(tenants: Tenants, sessions: int) -> None:
     """What they cost the other is seen in the last test."""
-    assert tenants.attack("burst", seconds=3)["answered"]
+    assert tenants.attack("burst", sessions=sessions, seconds=3)["answered"]
 
 
 def test_floods_cost_only_who_sends_them(tenants: Tenants) -> None:
@@ -223,9 +248,73 @@ def test_floods_cost_only_who_sends_them(tenants: Tenants) -> None:
     assert set(found["hellos"]) <= hellos, found
 
 
+@pytest.mark.parametrize(("pages", "what"), [(128, "bytes"), (1, "leases")])
+def test_who_has_leases_of_all_it_can_get_waits_in_vain_for_more(tenants: Tenants, pages: int, what: str) -> None:
+    """Of bytes and of queries a tenant gets half at most, so that the other finds its pages (see the last test)."""
+    found = tenants.attack("hoard", pages=pages, max_wait_ms=500, seconds=3)
+    most = {"bytes": POOL * 3 // 4 // 2, "leases": 512}[what]
+    assert 0.8 * most < found[what] <= most, found
+    assert found["answer"] == "Nothing budget" and 500 <= found["waited_ms"] < 5000, found
+    assert set(found["waiting"]) <= {"Loading admitted=True", "Loading admitted=False"}, found
+
+
+def test_crowds_are_turned_away_by_name(tenants: Tenants) -> None:
+    found = tenants.attack("crowds")
+    assert found["silent"] == {"too-many-connections": 30}, found
+    assert found["hellos"].keys() >= {"token-invalid", "too-many-reviews"}, found
+    assert 0 < found["sessions"] <= 256 and found["then"] == "too-many-connections", found
+
+
+def test_tokens_of_the_attacker_open_neither_metrics_nor_reports(tenants: Tenants, installation: Installation) -> None:
+    """The one that opens its cache, and one for the apiserver."""
+    kubectl, namespace, agent = tenants.kubectl, tenants.attacker.namespace, tenants.agent
+    pod = kubectl.get("pod", agent.name, agent.namespace)
+    assert pod is not None
+    authority = kubectl.execute(agent.name, agent.namespace, "cat", "/etc/orbitkv/ca.crt", container="agent")
+    account = token(kubectl, namespace, "https://kubernetes.default.svc")
+    facts = [pod["status"]["podIP"], installation.namespace, authority, account]
+    said = kubectl.execute(tenants.attacker.name, namespace, "python", "-c", SIDE_DOORS, *facts)
+    metrics, reports = said.splitlines()
+    assert metrics.split() == ["401", "401", "403"]
+    assert reports.split() == 2 * ["UNAUTHENTICATED", "token-audience"]
+
+
+SIDE_DOORS = """
+import sys, urllib.error, urllib.request
+import grpc
+from orbitkv_crds.agent_api.reports_pb2 import Report
+from orbitkv_crds.agent_api.reports_pb2_grpc import ReportsStub
+
+address, namespace, authority, account = sys.argv[1:]
+own = open("/var/run/secrets/orbitkv/token").read().strip()
+
+def metrics(shown):
+    request = urllib.request.Request(f"http://{address}:9091/metrics", headers={"Authorization": f"Bearer {shown}"})
+    try:
+        return urllib.request.urlopen(request, timeout=10).status
+    except urllib.error.HTTPError as error:
+        return error.code
+
+def report(shown):
+    credentials = grpc.ssl_channel_credentials(authority.encode())
+    with grpc.secure_channel(f"orbitkv-reports.{namespace}.svc:9443", credentials) as channel:
+        try:
+            sent = Report(pool="default", node="node-a", boot_id="x", sequence=1)
+            ReportsStub(channel).Push(sent, timeout=10, metadata=(("authorization", f"Bearer {shown}"),))
+        except grpc.RpcError as error:
+            return f"{error.code().name} {error.details().partition(':')[0]}"
+    return "taken"
+
+print(metrics(""), metrics(own), metrics(account))
+print(report(own), report(account))
+"""
+
+
 def test_the_time_of_a_miss_says_nothing_of_what_the_other_has(tenants: Tenants) -> None:
-    found = tenants.attack("times", rounds=400)
-    assert 0.5 < found["theirs"] / found["nobodys"] < 2, found
+    """No more than chance does, which two kinds of hashes show that nobody has."""
+    found = [tenants.attack("times", rounds=400) for _ in range(3)]
+    ratios = [sorted(each[name] / each["nobodys"] for each in found)[1] for name in ("theirs", "others")]
+    assert abs(ratios[0] - 1) < abs(ratios[1] - 1) + 0.1, found
 
 
 def test_the_api_shows_nothing_of_the_other(tenants: Tenants) -> None:
@@ -271,9 +360,19 @@ def test_the_victim_noticed_nothing(tenants: Tenants) -> None:
     good as one without: on a machine that others use, too, a single one shows that it was not the attack."""
     deadline = time.monotonic() + 60
     while not (judged := tenants.judged()).good and time.monotonic() < deadline:
-        for each in ("burst", "deaf"):
-            tenants.attack(each, seconds=3)
+        for sessions in (1, 100):
+            tenants.attack("burst", sessions=sessions, seconds=3)
+        tenants.attack("deaf", seconds=3)
         tenants.attack("flood", count=512, seconds=3)
+        tenants.attack("hoard", pages=1, max_wait_ms=0, seconds=3)
         time.sleep(1.5)  # of quiet, to compare with
     assert judged.fewest == PAGES
+    assert tenants.counted() == tenants.before
+    namespace, _, name = tenants.theirs.partition("/")
+    cache = tenants.kubectl.wait(
+        "cachenamespace", name, lambda it: bool(it["status"].get("lastHour")), "its use", namespace=namespace
+    )
+    attached, asked = cache["status"]["attached"], cache["status"]["lastHour"]
+    assert (attached["pods"], [each["name"] for each in attached["first"]]) == (1, ["victim"])
+    assert asked["hitTokens"] == asked["requestedTokens"] > 0, "what the attacker asked for is not the victim's"
     assert judged.good, f"the best second of each attack (medians of look-ups, in seconds): {judged.best}"

@@ -1,8 +1,9 @@
 """Makes a tiny model with random weights, which the real engine serves on the CPU. Run it with the engine's Python.
 
-    PYTHON tools/tiny_model.py FOLDER [--arch llama|gemma3] [--layers 2] [--dtype bfloat16] [--seed 0]
+    PYTHON tools/tiny_model.py FOLDER [--arch llama|gemma3|deepseek] [--layers 2] [--dtype bfloat16] [--seed 0]
 
-llama has one KV group. gemma3 has two: layers that see a window of 64 tokens, and layers that see everything.
+llama has one KV group. gemma3 has two: layers that see a window of 64 tokens, and layers that see everything. deepseek
+has multi-head latent attention (MLA): one vector of 576 numbers a token and layer instead of keys and values.
 
 The weights are not drawn as for training. Small weights make attention nearly even over all tokens and leave the answer
 to the last few; here attention is sharp and its part in the answer large, so that a greedy answer depends on the whole
@@ -15,7 +16,14 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, PreTrainedConfig, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV2Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerFast,
+)
 
 SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
 MAX_TOKENS = 2048
@@ -49,6 +57,18 @@ def model_config(arch: str, layers: int, tokenizer: PreTrainedTokenizerFast) -> 
     }
     if arch == "llama":
         return LlamaConfig(**common)
+    if arch == "deepseek":
+        return DeepseekV2Config(
+            **common | {"num_key_value_heads": 4, "head_dim": 64},
+            kv_lora_rank=512,
+            q_lora_rank=None,
+            qk_nope_head_dim=128,
+            qk_rope_head_dim=64,
+            v_head_dim=128,
+            first_k_dense_replace=layers,  # no layer has experts
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+        )
     kinds = ["sliding_attention", "full_attention"]
     return Gemma3TextConfig(
         **common,
@@ -79,7 +99,7 @@ def main() -> None:
     assert __doc__ is not None
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--arch", choices=["llama", "gemma3"], default="llama")
+    parser.add_argument("--arch", choices=["llama", "gemma3", "deepseek"], default="llama")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
     parser.add_argument("--seed", type=int, default=0)

@@ -24,10 +24,11 @@ class FakeEngine:
         self._in_hbm: set[int] = set()
         self._answer = 0.0
         self.forgets = 0
+        self.waits_ms = 0
 
     def ask(self, tokens: int, seed: int) -> dict[str, Any]:
         hit = seed in self._in_hbm
-        over = 0.0 if hit else restored_bytes(tokens) / LIMIT_GB_S / 1e6 + 3
+        over = 0.0 if hit else restored_bytes(tokens) / LIMIT_GB_S / 1e6 + 3 + self.waits_ms
         self._in_hbm.add(seed)
         best = {str(token): -1.0 - self._answer for token in range(5)}
         return {"ms": HIT_MS + over, "cached": (tokens - 1) // 16 * 16, "best": best}
@@ -83,14 +84,16 @@ def ours(tmp_path: Path) -> FakeEngine:
 
 @pytest.fixture
 def bench(ours: FakeEngine, tmp_path: Path) -> Bench:
-    plain, theirs = FakeEngine(tmp_path, cache=False), FakeEngine(tmp_path, cache=True)
-    return Bench(ours, plain, theirs, FakeLimit())  # type: ignore[arg-type]
+    late, plain, theirs = (FakeEngine(tmp_path, cache=cache) for cache in (True, False, True))
+    late.waits_ms = 2
+    return Bench([ours, late, plain, theirs], FakeLimit())  # type: ignore[list-item, arg-type]
 
 
 def test_figures_compare_what_the_bounds_are_about(bench: Bench) -> None:
     found = measured(bench)
     assert found["ttft_1k_over_hit_ms"] == pytest.approx(restored_bytes(SHORT) / LIMIT_GB_S / 1e6 + 3)
     assert found["ttft_8k_over_hit_ms"] == pytest.approx(restored_bytes(LONG) / LIMIT_GB_S / 1e6 + 3)
+    assert found["ttft_1k_over_hit_own_scheduler_ms"] == pytest.approx(found["ttft_1k_over_hit_ms"] + 2)
     assert found["hbm_hit_8k_ratio"] == 1
     assert found["offloading_8k_restored_ms"] == found["ttft_8k_restored_ms"]
     assert found["batch_7x8k_limit_ratio"] == pytest.approx(1.2)

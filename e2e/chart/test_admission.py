@@ -53,6 +53,50 @@ MODULES = programs.tested_apiservers()
 CONFIGURATION = "mutatingwebhookconfiguration"
 ASK = names.ANNOTATION_CACHE_NAMESPACE
 ENGINE: Object = {"name": "engine", "image": "vllm/vllm-openai:v0.11.0", "args": ["--model", "a/b"]}
+STRINGS: Object = {"type": "object", "additionalProperties": {"type": "string"}}
+TEMPLATE: Object = {
+    "type": "object",
+    "properties": {
+        "metadata": {
+            "type": "object",
+            "properties": {
+                "annotations": STRINGS,
+                "labels": STRINGS,
+                "finalizers": {"type": "array", "items": {"type": "string"}},
+                "name": {"type": "string"},
+                "namespace": {"type": "string"},
+            },
+        },
+        "spec": {"type": "object", "x-kubernetes-preserve-unknown-fields": True},
+    },
+}
+"""What is not named here is dropped by the apiserver, and so would be an annotation where it were not."""
+GROUP: Object = {
+    "type": "object",
+    "required": ["leaderWorkerTemplate"],
+    "properties": {
+        "replicas": {"type": "integer", "format": "int32", "default": 1},
+        "startupPolicy": {"type": "string", "enum": ["LeaderCreated", "LeaderReady"], "default": "LeaderCreated"},
+        "rolloutStrategy": {
+            "type": "object",
+            "required": ["type"],
+            "properties": {
+                "type": {"type": "string", "enum": ["RollingUpdate"], "default": "RollingUpdate"},
+                "rollingUpdateConfiguration": {"type": "object", "x-kubernetes-preserve-unknown-fields": True},
+            },
+        },
+        "leaderWorkerTemplate": {
+            "type": "object",
+            "required": ["workerTemplate"],
+            "properties": {
+                "leaderTemplate": TEMPLATE,
+                "workerTemplate": TEMPLATE,
+                "size": {"type": "integer", "format": "int32", "default": 1},
+                "restartPolicy": {"type": "string", "default": "RecreateGroupOnPodRestart"},
+            },
+        },
+    },
+}
 GROUPS: Object = {
     "apiVersion": "apiextensions.k8s.io/v1",
     "kind": "CustomResourceDefinition",
@@ -60,18 +104,36 @@ GROUPS: Object = {
     "spec": {
         "group": "leaderworkerset.x-k8s.io",
         "scope": "Namespaced",
-        "names": {"kind": "LeaderWorkerSet", "plural": "leaderworkersets", "singular": "leaderworkerset"},
+        "names": {
+            "kind": "LeaderWorkerSet",
+            "listKind": "LeaderWorkerSetList",
+            "plural": "leaderworkersets",
+            "singular": "leaderworkerset",
+            "shortNames": ["lws"],
+        },
         "versions": [
             {
                 "name": "v1",
                 "served": True,
                 "storage": True,
-                "schema": {"openAPIV3Schema": {"type": "object", "x-kubernetes-preserve-unknown-fields": True}},
+                "subresources": {
+                    "status": {},
+                    "scale": {"specReplicasPath": ".spec.replicas", "statusReplicasPath": ".status.replicas"},
+                },
+                "schema": {
+                    "openAPIV3Schema": {
+                        "type": "object",
+                        "properties": {
+                            "spec": GROUP,
+                            "status": {"type": "object", "x-kubernetes-preserve-unknown-fields": True},
+                        },
+                    }
+                },
             }
         ],
     },
 }
-"""LeaderWorkerSet, as far as admission sees it."""
+"""LeaderWorkerSet in the shape of its own definition, but for what is in a pod."""
 UNLUCKY = "unlucky"
 PROGRAM = f"""
 import sys
@@ -510,6 +572,36 @@ def test_forged_stamps_are_taken_off_and_stamps_are_frozen(server: Server, team:
     assert refused("patch", "pod", name, "--subresource=status", "--type=merge", "-p", running) == ""
 
 
+def test_an_injected_pod_can_be_debugged(server: Server, team: str) -> None:
+    """By a container that joins it, and in a copy of it, with and without its annotations."""
+    pod = asking()
+    pod["metadata"]["name"] = "debugged"
+    pod = server.create(pod, team)
+    where = [f"--namespace={team}", "--image=busybox:1", "--image-pull-policy=Never"]
+
+    def made(name: str) -> Object:
+        found = server.kubectl.get("pod", name, team)
+        assert found is not None
+        return found
+
+    server.kubectl.run("debug", "debugged", "--target=engine", "--container=looking", *where)
+    joined = made("debugged")
+    assert [each["name"] for each in joined["spec"]["ephemeralContainers"]] == ["looking"]
+    assert joined["spec"]["containers"] == pod["spec"]["containers"] and annotations_of(joined) == annotations_of(pod)
+
+    def ours(found: Object) -> list[Object]:
+        engine = next(each for each in found["spec"]["containers"] if each["name"] == "engine")
+        init = found["spec"]["initContainers"]
+        return [engine["env"], [each for each in engine["volumeMounts"] if each["name"].startswith("orbitkv-")], init]
+
+    for name, more in (("copy", []), ("copy-as-it-is", ["--keep-annotations", "--keep-labels"])):
+        server.kubectl.run("debug", "debugged", f"--copy-to={name}", "--container=looking", *more, *where)
+        copied = made(name)
+        assert [each["name"] for each in copied["spec"]["containers"]] == ["engine", "looking"]
+        assert ours(copied) == ours(pod)
+        assert stamped(copied) == (ASK in annotations_of(copied))
+
+
 @pytest.mark.parametrize("name", ["aa-policies", "zz-policies"])
 def test_policies_before_and_after_us_leave_a_pod_that_has_both(server: Server, name: str) -> None:
     """Each is asked once more when the other has changed something, and finds its own work as it was."""
@@ -564,6 +656,18 @@ def templates(found: Object) -> list[dict[str, str]]:
     both = spec.get("leaderWorkerTemplate")
     every = [both["leaderTemplate"], both["workerTemplate"]] if both else [spec["template"]]
     return [dict(each["metadata"].get("annotations") or {}) for each in every]
+
+
+def test_group_without_a_template_for_its_leader_has_the_copy_on_the_one_there_is(server: Server, team: str) -> None:
+    """Leaders are made from the workers' then."""
+    group = workload("LeaderWorkerSet", "leaderless", team, {ASK: "chat"})
+    del group["spec"]["leaderWorkerTemplate"]["leaderTemplate"]
+    server.kubectl.apply(group)
+    found = server.kubectl.get("leaderworkerset", "leaderless", team)
+    assert found is not None
+    assert set(found["spec"]["leaderWorkerTemplate"]) == {"workerTemplate", "size", "restartPolicy"}
+    worker = found["spec"]["leaderWorkerTemplate"]["workerTemplate"]
+    assert worker["metadata"]["annotations"] == {ASK: "chat", ANNOTATION_FROM: "owner"}
 
 
 @pytest.mark.parametrize("kind", ["Deployment", "StatefulSet", "LeaderWorkerSet"])

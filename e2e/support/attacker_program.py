@@ -10,6 +10,7 @@ import json
 import mmap
 import os
 import secrets
+import select
 import socket
 import struct
 import sys
@@ -21,7 +22,7 @@ from typing import Any
 
 from orbitkv.client.connection import Connection
 from orbitkv.protocol.errors import ErrorKind, OrbitKVError
-from orbitkv.protocol.framing import MAX_HELLO_BYTES, encode
+from orbitkv.protocol.framing import MAX_FRAME_BYTES, MAX_HELLO_BYTES, FrameReader, encode, reply_decoder
 from orbitkv.protocol.messages import (
     Allocation,
     Arenas,
@@ -43,6 +44,8 @@ from orbitkv.protocol.messages import (
     ProofReport,
     Query,
     Ranks,
+    Ready,
+    Refusal,
     Register,
     Registered,
     Release,
@@ -105,10 +108,7 @@ def greet(cache: str, token: bytes, **more: Any) -> Reply:
     """Says hello on a connection of its own."""
     connection = connect()
     try:
-        reply, descriptors = connection.call_for_descriptors(Hello(cache, token, "attacker", **more), 10_000)
-        for descriptor in descriptors:
-            os.close(descriptor)
-        return reply
+        return _welcomed(connection, Hello(cache, token, "attacker", **more))
     finally:
         connection.close()
 
@@ -148,6 +148,27 @@ class Attacker:
     def query(self, hashes: GroupHashes, max_wait_ms: int = 0) -> Any:
         """A look-up under a new number."""
         return self.call(Query(self.instance, secrets.randbits(40), 1, [hashes], max_wait_ms))
+
+    def wait_for(self, hashes: GroupHashes, max_wait_ms: int) -> tuple[str, float]:
+        """What comes of a look-up that may wait, and after how many seconds."""
+        number, began = secrets.randbits(40), time.monotonic()
+        reply = self.call(Query(self.instance, number, 1, [hashes], max_wait_ms))
+        while isinstance(reply, Loading):
+            time.sleep(0.01)
+            reply = self.call(PollQuery(number, 1))
+        return outcome(lambda: reply), time.monotonic() - began
+
+    def save(self, first: int, count: int) -> int:
+        """Saves pages that nobody has written; returns how many there was no room for."""
+        dropped = 0
+        for start in range(first, first + count, BLOCKS):
+            request = SaveRequest(self.registration, [names(start, BLOCKS)], [blocks(*range(BLOCKS))])
+            accepted = self.call(SubmitSaves([request]))
+            assert isinstance(accepted, SavesAccepted)
+            (plan,) = accepted.plans
+            dropped += sum(plan.dropped.values())
+            self.call(CommitSave(plan.save, True))
+        return dropped
 
     def close(self) -> None:
         """Leaves without a word."""
@@ -234,40 +255,43 @@ def frames(options: dict[str, Any]) -> None:
     ancient = VersionRange(0, 0)
     say(
         version=outcome(lambda: greet(options["cache"], token, messages=ancient)),
-        torn=_said(struct.pack("<II", 100, 1) + b"half", leave=True),
+        torn=_said(struct.pack("<II", 100, 1) + b"half", stop=True),
         oversized=_said(struct.pack("<II", MAX_HELLO_BYTES + 1, 1)),
         random=_said(struct.pack("<II", 40, 1) + secrets.token_bytes(40)),
         early=_said(struct.pack("<II", 2, 1) + b"\x91\x05"),
     )
 
 
-def _said(data: bytes, *, leave: bool = False) -> str:
-    """The reason with which the agent ends a connection that sent `data`, and no more if it is to leave."""
+def _said(data: bytes, *, stop: bool = False) -> str:
+    """The reason with which the agent ends a connection that sent `data`, and says that nothing more comes if it is to
+    stop there."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as raw:
         raw.settimeout(10)
         raw.connect(SOCKET)
         raw.sendall(data)
-        if leave:
+        if stop:
             raw.shutdown(socket.SHUT_WR)
-        answer = b""
+        return _reason(raw)
+
+
+def _reason(raw: socket.socket) -> str:
+    """The reason with which the agent refuses what a connection sent, or the connection."""
+    reader = FrameReader(MAX_FRAME_BYTES)
+    try:
         while piece := raw.recv(4096):
-            answer += piece
-    words = answer[8:].decode("utf-8", "replace")
-    return "bad-frame" if "bad-frame: " in words else words
+            for _, body in reader.feed(piece):
+                reply = reply_decoder.decode(body)
+                return reply.message.partition(": ")[0] if isinstance(reply, Refusal) else type(reply).__name__
+    except ConnectionResetError:
+        pass
+    return "nothing"
 
 
 def flood(options: dict[str, Any]) -> None:
     """Saves beyond its quota, and then for some seconds look-ups as fast as they are answered, and hellos with forged
     tokens. Says what the agent made of it."""
     it = Attacker(options["cache"], options["identity"])
-    dropped = 0
-    for start in range(0, options["count"], BLOCKS):
-        request = SaveRequest(it.registration, [names(start, BLOCKS)], [blocks(*range(BLOCKS))])
-        accepted = it.call(SubmitSaves([request]))
-        assert isinstance(accepted, SavesAccepted)
-        (plan,) = accepted.plans
-        dropped += sum(plan.dropped.values())
-        it.call(CommitSave(plan.save, True))
+    dropped = it.save(0, options["count"])
     answers: Counter[str] = Counter()
     hellos: Counter[str] = Counter()
     end = time.monotonic() + options["seconds"]
@@ -288,24 +312,96 @@ def _hurried_hello(cache: str) -> str:
         connection.close()
 
 
-def burst(options: dict[str, Any]) -> None:
-    """Sends thousands of small requests in one piece, again and again for some seconds; says how many were answered."""
-    it = Attacker(options["cache"], options["identity"])
-    raw = it.connection._socket
-    raw.setblocking(True)
+def hoard(options: dict[str, Any]) -> None:
+    """Has so many pages leased again and again, by engine after engine, until there is nothing more to be had; then all
+    of them wait for more, for some seconds. Says how much was leased, and what comes of a look-up that may wait."""
+    crew = [Attacker(options["cache"], options["identity"]) for _ in range(12)]
+    pages = names(0, options["pages"])
+    crew[0].save(0, 2 * BLOCKS)
+    leases, size = 0, 0
+    for it in crew:
+        while isinstance(reply := it.query(pages), Ready):
+            leases, size = leases + 1, size + reply.bytes
+    answer, seconds = crew[0].wait_for(pages, options["max_wait_ms"])
+    waiting = Counter(outcome(lambda: it.query(pages, max_wait_ms=30_000)) for it in crew for _ in range(8))  # noqa: B023
+    time.sleep(options["seconds"])
+    say(leases=leases, bytes=size, answer=answer, waited_ms=round(seconds * 1000), waiting=waiting)
+
+
+def crowds(options: dict[str, Any]) -> None:
+    """Opens more connections than it may: silent ones, ones with forged tokens, and sessions of its own. Says with
+    which reasons the agent ended or refused them, and how many sessions there were."""
+    silent = [_greeting(b"") for _ in range(100)]
+    ended: Counter[str] = Counter()
+    for each in silent[:30]:  # the oldest
+        each.settimeout(3)
+        ended[_reason(each)] += 1
+    for each in silent:
+        each.close()
+    forged = [
+        _greeting(encode(Hello(options["cache"], secrets.token_hex(20).encode(), "attacker"), 1)) for _ in range(24)
+    ]
+    hellos: Counter[str] = Counter(_reason(each) for each in forged)
+    for each in forged:
+        each.close()
+    sessions: list[Connection] = []
+    with open(TOKEN, "rb") as file:
+        hello = Hello(options["cache"], file.read().strip(), "attacker")
+    refused = ""
+    while not refused:
+        sessions.append(connect())
+        answer = outcome(lambda: _welcomed(sessions[-1], hello))
+        refused = "" if answer == "Welcome" else answer
+    say(silent=ended, hellos=hellos, sessions=len(sessions) - 1, then=refused)
+
+
+def _greeting(data: bytes) -> socket.socket:
+    raw = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     raw.settimeout(10)
+    raw.connect(SOCKET)
+    raw.sendall(data)
+    return raw
+
+
+def _welcomed(connection: Connection, hello: Hello) -> Reply:
+    reply, descriptors = connection.call_for_descriptors(hello, 10_000)
+    for descriptor in descriptors:
+        os.close(descriptor)
+    return reply
+
+
+def burst(options: dict[str, Any]) -> None:
+    """Sends thousands of small requests in one piece, by each of its sessions, again and again for some seconds; says
+    how many were answered."""
+    with open(TOKEN, "rb") as file:
+        hello = Hello(options["cache"], file.read().strip(), "attacker")
+    crew: list[Connection] = []
+    while len(crew) < options["sessions"]:
+        crew.append(connect())
+        assert isinstance(_welcomed(crew[-1], hello), Welcome)
     request = bytes(encode(Ping(), 1))
-    raw.sendall(request)
-    answer = len(raw.recv(1 << 16))
-    answered = 0
+    crew[0]._socket.setblocking(True)
+    crew[0]._socket.sendall(request)
+    answer = len(crew[0]._socket.recv(1 << 16))
+    everything = memoryview(request * 5000)
+    sockets = {each._socket.fileno(): each._socket for each in crew}
+    unsent, unanswered = dict.fromkeys(sockets, everything), dict.fromkeys(sockets, 5000 * answer)
+    poll, received = select.poll(), 0
+    for number, raw in sockets.items():
+        raw.setblocking(False)
+        poll.register(number, select.POLLIN | select.POLLOUT)
     end = time.monotonic() + options["seconds"]
     while time.monotonic() < end:
-        raw.sendall(request * 5000)
-        left = 5000 * answer
-        while left:
-            left -= len(raw.recv(left))
-        answered += 5000
-    say(answered=answered)
+        for number, events in poll.poll(100):
+            if events & select.POLLIN:
+                size = len(sockets[number].recv(1 << 18))
+                received, unanswered[number] = received + size, unanswered[number] - size
+                if not unanswered[number]:
+                    unsent[number], unanswered[number] = everything, 5000 * answer
+            if unsent[number] and events & select.POLLOUT:
+                unsent[number] = unsent[number][sockets[number].send(unsent[number]) :]
+            poll.modify(number, select.POLLIN | (select.POLLOUT if unsent[number] else 0))
+    say(answered=received // answer)
 
 
 def deaf(options: dict[str, Any]) -> None:
@@ -338,16 +434,16 @@ def _ended_for_not_reading(options: dict[str, Any]) -> bool:
 
 
 def times(options: dict[str, Any]) -> None:
-    """The median time of a look-up of hashes that the other tenant has, and of ones that nobody has, in seconds."""
+    """The median times, in seconds, of look-ups of hashes that the other has and of two kinds that nobody has."""
     it = Attacker(options["cache"], options["identity"])
-    taken: dict[int, list[float]] = {0: [], 1 << 20: []}
+    taken: dict[int, list[float]] = {0: [], 1 << 20: [], 1 << 21: []}
     for _ in range(options["rounds"]):
         for first, found in taken.items():
             began = time.perf_counter()
             it.query(names(first, 16))
             found.append(time.perf_counter() - began)
-    theirs, nobodys = (sorted(found)[len(found) // 2] for found in taken.values())
-    say(theirs=theirs, nobodys=nobodys)
+    theirs, nobodys, others = (sorted(found)[len(found) // 2] for found in taken.values())
+    say(theirs=theirs, nobodys=nobodys, others=others)
 
 
 def keep(options: dict[str, Any]) -> None:
@@ -378,7 +474,7 @@ def keep(options: dict[str, Any]) -> None:
     time.sleep(3600)
 
 
-ACTIONS = {each.__name__: each for each in (tokens, guesses, frames, flood, burst, deaf, times, keep)}
+ACTIONS = {each.__name__: each for each in (tokens, guesses, frames, flood, hoard, crowds, burst, deaf, times, keep)}
 
 
 if __name__ == "__main__":

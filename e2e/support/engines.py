@@ -13,10 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from e2e.support.kubectl import Kubectl, KubectlError, Object
-from orbitkv_crds.names import SOCKET_DIRECTORY, engine_audience
+from orbitkv_crds.names import ANNOTATION_CACHE_NAMESPACE, SOCKET_DIRECTORY, engine_audience
 
 PROGRAM = Path(__file__).with_name("engine_program.py").read_text()
 PYTHON = "python"
+ATTACHING = Path(__file__).with_name("attaching_program.py").read_text()
+HELD = {"name": "orbitkv-test/held"}
+"""What keeps a pod that was admitted from being started."""
 
 
 class Shell:
@@ -167,3 +170,38 @@ def make_engine_pod(
 
 def _runs(pod: Object) -> bool:
     return bool(pod.get("status", {}).get("phase") == "Running")
+
+
+def held_pod(image: str, name: str, namespace: str, node: str, ask: str) -> Object:
+    """A pod that asks for a cache and attaches as the plugin does; it is admitted, and starts once it is let go."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": name, "namespace": namespace, "annotations": {ANNOTATION_CACHE_NAMESPACE: ask}},
+        "spec": {
+            "schedulingGates": [HELD],
+            "nodeSelector": {"kubernetes.io/hostname": node},
+            "terminationGracePeriodSeconds": 0,
+            "containers": [
+                {
+                    "name": "engine",
+                    "image": image,
+                    "imagePullPolicy": "IfNotPresent",
+                    "command": [PYTHON, "-c", ATTACHING],
+                }
+            ],
+        },
+    }
+
+
+def let_go(kubectl: Kubectl, name: str, namespace: str) -> None:
+    """Has a pod started that is held, and waits until it runs."""
+    change = json.dumps([{"op": "remove", "path": "/spec/schedulingGates"}])
+    kubectl.run("patch", "pod", name, f"--namespace={namespace}", "--type=json", "-p", change)
+    kubectl.wait("pod", name, _runs, f"pod {name} to run", namespace=namespace, timeout=90)
+
+
+def heard(kubectl: Kubectl, name: str, namespace: str) -> tuple[list[str], list[dict[str, Any]]]:
+    """What such a pod has logged, and what it has said of itself."""
+    lines = kubectl.logs(name, namespace).splitlines()
+    return [each for each in lines if not each.startswith("{")], [json.loads(it) for it in lines if it.startswith("{")]

@@ -80,6 +80,13 @@ class PluginConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             " chooses by itself."
         ),
     ] = "auto"
+    scheduler: Annotated[
+        Literal["auto", "engine"],
+        _about(
+            "Where OrbitKV sets itself as the engine's connector: `auto` also sets a scheduler class, vLLM's own and a "
+            "few lines, which saves a millisecond after a restore; `engine` leaves the engine's scheduler alone."
+        ),
+    ] = "auto"
     wait_for_full_prefix: Annotated[
         bool,
         _about("Hold a request until its whole prefix can be fetched, not only the part that is near.", live=True),

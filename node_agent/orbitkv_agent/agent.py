@@ -126,10 +126,13 @@ class Agent:
         self.namespaces = Namespaces(self.cache, config, self._schedule_upkeep, self._namespace_reset)
         self.instances = Instances(self.counters.demand)
         self.spaces = KeySpaces(self.cache)
-        self.queries = QueryService(self.loop, self.cache, self.spaces, self.counters, config)
+        self.queries = QueryService(
+            self.loop, self.cache, self.spaces, self.counters, config, self.instances.of_several_tenants
+        )
         self._pinned = None if gpus is None else gpus.pinned
         if gpus is not None:
             gpus.use(self.cache.arenas)
+            self.loop.crowded = gpus.lanes_wait
         self.device: Device = gpus or HostDevice(self.cache)
         self.membership = Membership(
             self.loop, self.cache, self.instances, self.queries, self.spaces, self.device, self.counters

@@ -184,11 +184,20 @@ class AgentConfig(BaseModel):
         default=60_000, ge=1, description="Time after which pages promised to an engine return unasked."
     )
     max_session_queries: int = Field(default=128, ge=1, description="Queries that one engine may have open.")
-    max_queries: int = Field(default=1024, ge=1, description="Queries that all engines together may have open.")
+    max_queries: int = Field(
+        default=1024,
+        ge=1,
+        description="Queries that all engines together may have open. Of these, and of the bytes above, none of "
+        "several tenants gets more than it leaves to others.",
+    )
     max_restores_per_device: int = Field(
         default=128, ge=1, description="Restores that may run at one time on one device."
     )
-    max_connections: int = Field(default=1024, ge=1, description="Connections to the socket.")
+    max_connections: int = Field(
+        default=1024,
+        ge=1,
+        description="Connections to the socket; in a cluster no tenant gets more of them than it leaves to others.",
+    )
     max_connections_per_peer: int = Field(
         default=256, ge=1, description="Connections to the socket from one user; in a cluster: from one pod."
     )

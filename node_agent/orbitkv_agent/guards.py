@@ -27,6 +27,8 @@ NAMES: Final = frozenset(
         "same-hashes",  # one revision is one list of hashes
         "restore-shape",  # a restore takes exactly the pages of its lease
         "budget-limit",  # no charge beyond the budget
+        "tenants-turns",  # a tenant's turn does not grow with its sessions
+        "tenants-share",  # no tenant takes what would leave others nothing
         "budget-drain",  # bytes come back only when the restore ended
         "own-memory",  # memory is registered by who may write it
         "own-lease",  # only its owner gives a lease back

@@ -21,9 +21,11 @@ from typing import Generic, Protocol, TypeVar
 logger = logging.getLogger(__name__)
 
 _LONGEST_WAIT_S = 3600.0
-_EVENTS_A_ROUND = 64
+_EVENTS_A_ROUND = 512
 _SCRATCH_BYTES = 1 << 16
 _MOST_LOOKOUTS = 8
+_LONGEST_RUN_S = 300e-6  # without sleep, where other threads need the interpreter,
+_WAY_S = 50e-6  # and so long they get it for sure: it takes a thread about as long to wake up
 _DEFECT = "internal error in the agent's loop; please report it"  # logged, so that other sessions are served on
 
 
@@ -65,7 +67,11 @@ class Loop:
     Attributes:
         scratch: memory that a callback may use until it returns. What is received is read into it, a bounded piece at
             a time, so that one session cannot keep the loop for long.
+        rounds: how often it has looked who is ready.
         longest_turn_s: most processor time that one turn took, while which nobody else was served.
+        crowded: whether other threads need the interpreter now and then, and cannot wait long for it. A thread that
+            gives it up for microseconds only, as the owner does with each system call, mostly has it back before
+            another one has woken up; so the owner sleeps for a moment now and then while this is so.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, busy_poll_s: float = 0.0) -> None:
@@ -84,7 +90,10 @@ class Loop:
         self._closed = False
         self._thread_time = math.inf  # at the end of the last turn
         self.scratch = memoryview(bytearray(_SCRATCH_BYTES))
+        self.rounds = 0
         self.longest_turn_s = 0.0
+        self.crowded: Callable[[], bool] = bool
+        self._slept = 0.0  # when this thread last slept, by `time.perf_counter`
         self.watch(self._wake, select.EPOLLIN, self._deliver)
 
     # --------------------------------------------------------------------------------------- other threads
@@ -167,6 +176,7 @@ class Loop:
             heapq.heappop(timers)
         wait = max(0.0, min(longest_s, timers[0][0] - self.now())) if timers else longest_s
         ready = self._poll(0.0 if self._mail or self._next else wait)
+        self.rounds += 1
         after = len(self._next)  # what is added from here on waits until the others were looked for again
         handlers = self._handlers
         for fd, events in ready:
@@ -193,6 +203,8 @@ class Loop:
                 for lookout in self._lookouts:
                     if lookout.rings() and self._look(lookout):
                         return []
+                if self.crowded():
+                    self._make_way()
             self._thread_time = time.thread_time()  # looking is nobody's turn
             if not ready and longest_s <= self._busy_poll_s:
                 return []  # to look on afterwards
@@ -200,10 +212,18 @@ class Loop:
             # What came just before its client was told that nobody looks any more is served, too.
             if longest_s > 0 and any([self._look(each) for each in self._stop_looking()]):
                 return []
+            asleep = clock()
             ready = poll(longest_s, _EVENTS_A_ROUND)
+            if (now := clock()) - asleep > _WAY_S:
+                self._slept = now
         # Twice, because one that was slept through came later by the time of waking up.
         self._in_a_row = clock() - start < 2 * self._busy_poll_s
         return ready
+
+    def _make_way(self) -> None:
+        """Let other threads have the interpreter."""
+        time.sleep(_WAY_S)
+        self._slept = time.perf_counter()
 
     def _look(self, lookout: Lookout) -> bool:
         """Look there; return whether there was something to do."""
@@ -257,6 +277,8 @@ class Loop:
         took = min(now - self._thread_time, at_most)
         self._thread_time = now
         self.longest_turn_s = max(self.longest_turn_s, took)
+        if self.crowded() and time.perf_counter() - self._slept > _LONGEST_RUN_S:
+            self._make_way()
 
 
 K = TypeVar("K", bound=Hashable)

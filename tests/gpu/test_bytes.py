@@ -127,12 +127,12 @@ def test_a_large_restore_in_many_chunks_is_exact(agent: AgentProcess) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layers_come_one_after_the_other_where_that_is_asked_for(agent: AgentProcess, layout: str) -> None:
-    with engine(agent, layout=layout, blocks=600) as it:
+    with engine(agent, layout=layout, blocks=800) as it:
         it.scramble()
-        hashes = numbered_hashes(290)
-        it.save(hashes, np.arange(290), it.point())
+        hashes = numbered_hashes(390)
+        it.save(hashes, np.arange(390), it.point())
         _, lease = it.lease(hashes)
-        restore = it.client.start_restore(it.registration, lease, [np.arange(290) + 300], layer_order=True)
+        restore = it.client.start_restore(it.registration, lease, [np.arange(390) + 400], layer_order=True)
         assert it.client.wait_restore_enqueued(restore, 10)
         seen = [it.client.layers_ready(restore)]
         while not restore.status.final:
@@ -140,35 +140,36 @@ def test_layers_come_one_after_the_other_where_that_is_asked_for(agent: AgentPro
             os.sched_yield()  # the client's own thread needs the interpreter too
         for layer, view in enumerate(it.views):
             assert it.client.wait_layer(restore, layer, 10)
-            assert torch.equal(raw(view)[300:590], raw(view)[:290])
+            assert torch.equal(raw(view)[400:790], raw(view)[:390])
         assert seen == sorted(seen) and len(set(seen)) > 3, f"layers came together: {sorted(set(seen))}"
 
 
-def test_a_falsified_stride_is_caught_by_the_proof(agent: AgentProcess) -> None:
+@pytest.mark.parametrize("field", ["offset", "block_stride"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_falsified_place_is_caught_by_the_proof(agent: AgentProcess, layout: str, field: str) -> None:
     from tools.harness.gpu_engine import GpuEngine, Shape
 
-    for layout in ("LBNHC", "BLNHC"):
-        it = GpuEngine(agent.socket_path, Shape(layout=layout, layers=4, blocks=64), prove=False)
-        try:
-            wrong = it.layout.groups[0].layers[2]
-            region = msgspec.structs.replace(wrong, offset=wrong.offset + 256)
-            layers = [region if each is wrong else each for each in it.layout.groups[0].layers]
-            groups = [msgspec.structs.replace(it.layout.groups[0], layers=layers)]
-            instance = type(it.instance)("falsified", it.instance.nonce + layout)
-            it.client.attach_instance(instance)
-            registration = it.client.register_context_batch(
-                instance=instance,
-                ranks=Ranks(),
-                model_identity="falsified",
-                model="falsified",
-                groups=groups,
-                allocations=it.layout.allocations,
-                gpu=it.layout.gpu,
-            )
-            with pytest.raises(proof.LayoutDisprovenError, match=r"layer layer.2"):
-                proof.prove_on_empty_cache(it.layout, it.client, registration, instance, 0)
-        finally:
-            it.close()
+    it = GpuEngine(agent.socket_path, Shape(layout=layout, layers=4, blocks=64), prove=False)
+    try:
+        wrong = it.layout.groups[0].layers[2]
+        region = msgspec.structs.replace(wrong, **{field: getattr(wrong, field) + 256})
+        layers = [region if each is wrong else each for each in it.layout.groups[0].layers]
+        groups = [msgspec.structs.replace(it.layout.groups[0], layers=layers)]
+        instance = type(it.instance)("falsified", it.instance.nonce)
+        it.client.attach_instance(instance)
+        registration = it.client.register_context_batch(
+            instance=instance,
+            ranks=Ranks(),
+            model_identity="falsified",
+            model="falsified",
+            groups=groups,
+            allocations=it.layout.allocations,
+            gpu=it.layout.gpu,
+        )
+        with pytest.raises(proof.LayoutDisprovenError, match=r"layer layer.2"):
+            proof.prove_on_empty_cache(it.layout, it.client, registration, instance, 0)
+    finally:
+        it.close()
 
 
 def test_memory_that_cannot_be_exported_is_refused_with_the_setting_to_change(tmp_path: Any) -> None:

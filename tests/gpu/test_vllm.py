@@ -24,6 +24,7 @@ from typing import Any
 
 import pytest
 
+from orbitkv.vllm.injected import EARLY_SCHEDULER
 from tools.harness.engine import NURSERY, ROOT, Nursery
 
 pytestmark = [
@@ -48,14 +49,15 @@ class Variant:
     environment: dict[str, str] = field(default_factory=dict)
 
 
-def graphs(**more: Any) -> dict[str, Any]:
-    return {"enforce_eager": False, "compilation_config": {**GRAPHS, **more}}
+def graphs(arguments: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
+    return {"enforce_eager": False, "compilation_config": {**GRAPHS, **more}, **(arguments or {})}
 
 
 def layout(name: str) -> dict[str, str]:
     return {"ORBITKV_KV_LAYOUT": "engine", "VLLM_KV_CACHE_LAYOUT": name}
 
 
+EARLY = {"scheduler_cls": EARLY_SCHEDULER}
 V1 = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 KILLS = {"ORBITKV_TEST_THOROUGH": "1", "ORBITKV_TEST_KILLS": "3"}
 VARIANTS = {
@@ -69,6 +71,9 @@ VARIANTS = {
     "layout LBHNC": Variant("restore modes:strides", {}, layout("LBHNC")),
     "layout BLHNC": Variant("restore modes:strides", {}, layout("BLHNC")),
     "two GPUs": Variant("modes:two_tensor"),
+    "told before it schedules": Variant("restore cancellation", EARLY),
+    "told before it schedules, CUDA graphs": Variant("pressure", graphs(EARLY)),
+    "MLA": Variant("modes:mla"),
     "KV cache of 8 bits": Variant("restore", {"kv_cache_dtype": "fp8"}),
 }
 CASES = [(name, tests) for name, variant in VARIANTS.items() for tests in variant.tests.split()]

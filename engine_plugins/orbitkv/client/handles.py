@@ -171,7 +171,11 @@ class SaveHandle:
 
     @property
     def status(self) -> SaveStatus:
-        """Current status. Whether a copied save became visible is read from the agent's record."""
+        """Current status. Whether a save is copied, and whether it became visible, is read from the agent's record."""
+        if self._status is SaveStatus.SUBMITTED and self._record is not None:
+            records, ref = self._record
+            if records.state(ref) is RecordState.SETTLED:
+                return SaveStatus.COPIED
         if self._status is SaveStatus.COPIED and self._record is not None:
             records, ref = self._record
             state = records.state(ref)

@@ -43,8 +43,8 @@ from .session import Endpoint, Session
 from .transfers import Transfers
 
 REGISTER_TIMEOUT_MS = 120_000
-LAYER_LOOK_S = 0.0002
-"""How often a waiting thread looks whether a GPU has written that the next layer is in place: it wakes nobody."""
+LOOK_S = 0.0002
+"""How often a waiting thread looks whether a GPU has written that bytes are in place: it wakes nobody."""
 
 
 class CacheManagerClient:
@@ -350,7 +350,7 @@ class CacheManagerClient:
     @staticmethod
     def wait_restore(handle: RestoreHandle, timeout: float | None = None) -> RestoreStatus:
         """Wait until the restore ended, at most `timeout` seconds; return its status. A timeout ends nothing."""
-        _wait(handle.changed, lambda: handle.status.final, timeout)
+        _wait(handle.changed, lambda: handle.status.final, timeout, _look_s(handle))
         return handle.status
 
     @staticmethod
@@ -366,7 +366,7 @@ class CacheManagerClient:
     @staticmethod
     def wait_layer(handle: RestoreHandle, layer: int, timeout: float | None = None) -> bool:
         """Wait until layer `layer` (from 0) is in place; false when the restore failed or `timeout` seconds passed."""
-        _wait(handle.changed, lambda: handle.layers_ready > layer or handle.status.final, timeout, LAYER_LOOK_S)
+        _wait(handle.changed, lambda: handle.layers_ready > layer or handle.status.final, timeout, LOOK_S)
         return handle.layers_ready > layer
 
     def cancel_restore(self, handle: RestoreHandle) -> bool:
@@ -462,7 +462,7 @@ class CacheManagerClient:
     @staticmethod
     def wait_save_copied(handle: SaveHandle, timeout: float | None = None) -> bool:
         """Wait until the engine's pages are free again; return whether they are after `timeout` seconds."""
-        return _wait(handle.changed, lambda: handle.status.pages_released, timeout)
+        return _wait(handle.changed, lambda: handle.status.pages_released, timeout, _look_s(handle))
 
     # ------------------------------------------------------------------------------------------------------- internals
 
@@ -493,6 +493,11 @@ def _blocks(
         layout.check_blocks(array[array >= 0] if destination else array, destination=destination)
         pairs.append((layout.group, array))
     return pairs
+
+
+def _look_s(handle: RestoreHandle | SaveHandle) -> float | None:
+    """How often to look for its end, None where it is told."""
+    return None if handle.registration.gpu is None else LOOK_S
 
 
 def _wait(changed: Condition, until: Callable[[], bool], timeout: float | None, look_s: float | None = None) -> bool:

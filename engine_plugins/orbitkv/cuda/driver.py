@@ -1,7 +1,9 @@
 """The functions of the CUDA driver (libcuda) that OrbitKV uses, typed.
 
 They are called through ctypes: the library comes with the driver, its interface is stable across CUDA versions, and the
-calls take numpy arrays as they are and let other Python threads run meanwhile. No kernel is ever launched.
+calls take numpy arrays as they are. They let other Python threads run meanwhile, but for those that hand work to a GPU
+while nothing can make them wait: these take microseconds, and a thread that has to get the interpreter back after each
+of them waits for others much longer than that. No kernel is ever launched.
 
 Addresses, streams, events and contexts are plain integers. Every function acts on the context that is current in the
 calling thread.
@@ -11,6 +13,8 @@ from __future__ import annotations
 
 import ctypes
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -67,6 +71,10 @@ class Driver(Protocol):
     """Whether a set of copies can be submitted by one call (drivers since CUDA 12.8)."""
     words: bool
     """Whether a stream can write a word to host memory when it comes to it."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether a call runs that others may have to wait for: memory is being pinned, mapped, read, or given back."""
 
     def gpus(self) -> list[GpuInfo]:
         """The GPUs that this process sees."""
@@ -236,6 +244,7 @@ class LibCuda:
     def __init__(self) -> None:
         try:
             self._library = ctypes.CDLL("libcuda.so.1")
+            self._quick = ctypes.PyDLL("libcuda.so.1")  # calls keep the interpreter
         except OSError as error:
             raise CudaUnavailableError(f"there is no CUDA driver here ({error})") from None
         try:
@@ -243,14 +252,15 @@ class LibCuda:
                 self._declare(name, arguments)
         except AttributeError as error:
             raise CudaUnavailableError(f"the CUDA driver is too old: {error}") from None
-        self._batch: Any = None
+        self._long: dict[object, None] = {}  # calls that run and may keep others waiting
+        self._batch = ""
         self._tells_failed = False
         for name, arguments in _OPTIONAL.items():
-            if self._batch is None and hasattr(self._library, name):
+            if not self._batch and hasattr(self._library, name):
                 self._declare(name, arguments)
-                self._batch = getattr(self._library, name)
+                self._batch = name
                 self._tells_failed = len(arguments) == 9
-        self.batches = self._batch is not None
+        self.batches = bool(self._batch)
         try:
             self._call("cuInit", 0)
         except CudaError as error:
@@ -267,14 +277,35 @@ class LibCuda:
         self._failed = ctypes.c_size_t(0)
 
     def _declare(self, name: str, arguments: tuple[Any, ...]) -> None:
-        function = getattr(self._library, name)
-        function.argtypes = arguments
-        function.restype = ctypes.c_int
+        for library in (self._library, self._quick):
+            function = getattr(library, name)
+            function.argtypes = arguments
+            function.restype = ctypes.c_int
 
     def _call(self, name: str, *arguments: Any) -> None:
         code = getattr(self._library, name)(*arguments)
         if code:
             raise self._error(name, code)
+
+    def _submit(self, name: str, *arguments: Any) -> None:
+        """Call what hands work to a GPU."""
+        code = getattr(self._library if self._long else self._quick, name)(*arguments)
+        if code:
+            raise self._error(name, code)
+
+    @contextmanager
+    def _may_take_long(self) -> Iterator[None]:
+        call = object()
+        self._long[call] = None
+        try:
+            yield
+        finally:
+            del self._long[call]
+
+    @property
+    def busy(self) -> bool:
+        """See `Driver`."""
+        return bool(self._long)
 
     def _error(self, call: str, code: int) -> CudaError:
         words = []
@@ -322,11 +353,13 @@ class LibCuda:
         """See `Driver`."""
         device = self._integer("cuDeviceGet", ordinal)
         self._call("cuDevicePrimaryCtxSetFlags_v2", device, _BLOCKING_SYNC)
-        return self._address("cuDevicePrimaryCtxRetain", device)
+        with self._may_take_long():
+            return self._address("cuDevicePrimaryCtxRetain", device)
 
     def release_context(self, ordinal: int) -> None:
         """See `Driver`."""
-        self._call("cuDevicePrimaryCtxRelease_v2", self._integer("cuDeviceGet", ordinal))
+        with self._may_take_long():
+            self._call("cuDevicePrimaryCtxRelease_v2", self._integer("cuDeviceGet", ordinal))
 
     def set_current(self, context: int) -> None:
         """See `Driver`."""
@@ -366,19 +399,23 @@ class LibCuda:
 
     def import_memory(self, handle: bytes) -> int:
         """See `Driver`."""
-        return self._address("cuIpcOpenMemHandle_v2", _Handle.from_buffer_copy(handle), _IPC_LAZY_PEER_ACCESS)
+        with self._may_take_long():
+            return self._address("cuIpcOpenMemHandle_v2", _Handle.from_buffer_copy(handle), _IPC_LAZY_PEER_ACCESS)
 
     def close_memory(self, address: int) -> None:
         """See `Driver`."""
-        self._call("cuIpcCloseMemHandle", address)
+        with self._may_take_long():
+            self._call("cuIpcCloseMemHandle", address)
 
     def pin(self, address: int, size: int) -> None:
         """See `Driver`."""
-        self._call("cuMemHostRegister_v2", address, size, _HOST_REGISTER_PORTABLE)
+        with self._may_take_long():
+            self._call("cuMemHostRegister_v2", address, size, _HOST_REGISTER_PORTABLE)
 
     def unpin(self, address: int) -> None:
         """See `Driver`."""
-        self._call("cuMemHostUnregister", address)
+        with self._may_take_long():
+            self._call("cuMemHostUnregister", address)
 
     # --- streams, events, copies
 
@@ -400,7 +437,7 @@ class LibCuda:
 
     def record(self, event: int, stream: int) -> None:
         """See `Driver`."""
-        self._call("cuEventRecord", event, stream)
+        self._submit("cuEventRecord", event, stream)
 
     def reached(self, event: int) -> bool:
         """See `Driver`."""
@@ -424,37 +461,39 @@ class LibCuda:
         soon: bool = False,
     ) -> None:
         """See `Driver`."""
-        if self._batch is None:
+        if not self._batch:
             self._copy_each(destinations, sources, sizes, stream, to_device=to_device)
             return
         if soon and len(sizes) > 1:
-            self._copy_each(destinations[:1], sources[:1], sizes[:1], stream, to_device=to_device)
+            self._submit(_copy_name(to_device=to_device), int(destinations[0]), int(sources[0]), int(sizes[0]), stream)
             destinations, sources, sizes = destinations[1:], sources[1:], sizes[1:]
         arguments: list[Any] = [destinations.ctypes.data, sources.ctypes.data, sizes.ctypes.data, len(sizes)]
         arguments += [ctypes.byref(self._attributes), ctypes.byref(self._first), 1]
         if self._tells_failed:
             arguments.append(ctypes.byref(self._failed))
-        code = self._batch(*arguments, stream)
-        if code:
-            raise self._error("cuMemcpyBatchAsync", code)
+        self._submit(self._batch, *arguments, stream)
 
     def _copy_each(
         self, destinations: Addresses, sources: Addresses, sizes: Addresses, stream: int, *, to_device: bool
     ) -> None:
-        function = self._library.cuMemcpyHtoDAsync_v2 if to_device else self._library.cuMemcpyDtoHAsync_v2
+        name = _copy_name(to_device=to_device)
         for destination, source, size in zip(destinations.tolist(), sources.tolist(), sizes.tolist(), strict=True):
-            code = function(destination, source, size, stream)
-            if code:
-                raise self._error("cuMemcpyAsync", code)
+            self._submit(name, destination, source, size, stream)
 
     def write_word(self, stream: int, address: int, value: int) -> None:
         """See `Driver`."""
-        self._call(_WRITE_WORD, stream, address, value, 0)
+        self._submit(_WRITE_WORD, stream, address, value, 0)
 
     def read(self, destination: int, source: int, size: int) -> None:
         """See `Driver`."""
-        self._call("cuMemcpyDtoH_v2", destination, source, size)
+        with self._may_take_long():
+            self._call("cuMemcpyDtoH_v2", destination, source, size)
 
     def write(self, destination: int, source: int, size: int) -> None:
         """See `Driver`."""
-        self._call("cuMemcpyHtoD_v2", destination, source, size)
+        with self._may_take_long():
+            self._call("cuMemcpyHtoD_v2", destination, source, size)
+
+
+def _copy_name(*, to_device: bool) -> str:
+    return "cuMemcpyHtoDAsync_v2" if to_device else "cuMemcpyDtoHAsync_v2"

@@ -19,13 +19,14 @@ import threading
 from typing import Final
 
 PARTS: Final = 64
-"""More than an agent has threads that hand copies over: three for each GPU of a session."""
+"""More than an agent has threads that hand copies over: two for each GPU of a session, and its owner."""
 
 _PIPE_BYTES: Final = 2 * mmap.PAGESIZE
 """The smallest pipe that never runs full: what is written goes behind the last byte of a page, and a page is free again
 when it was read to its end, so that the first one is while the second one fills up."""
 
 _libc: Final = ctypes.PyDLL(None)  # keeps the interpreter: these calls never wait
+_scratch: Final = ctypes.create_string_buffer(1)  # what is read says nothing
 for _call in (_libc.read, _libc.write):
     _call.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t)
     _call.restype = ctypes.c_ssize_t
@@ -45,7 +46,7 @@ class Permit:
 
     def take(self) -> bool:
         """Take a part; false when the client has them all."""
-        return bool(_libc.read(self._out, ctypes.create_string_buffer(1), 1) == 1)
+        return bool(_libc.read(self._out, _scratch, 1) == 1)
 
     def give_back(self) -> None:
         """Undo `take`. A client that fills the pipe itself loses a part."""

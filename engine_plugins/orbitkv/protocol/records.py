@@ -109,6 +109,10 @@ class RecordWriter:
         """Move an open record to `state`."""
         self._words[ref.slot] = self.word(ref, state)
 
+    def says(self, ref: RecordRef, state: RecordState) -> bool:
+        """Whether an open record is in `state`, whoever wrote that."""
+        return self._words[ref.slot] == self.word(ref, state)
+
     @staticmethod
     def word(ref: RecordRef, state: RecordState) -> int:
         """The word that says of an open record that it is in `state`."""

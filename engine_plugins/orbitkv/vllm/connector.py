@@ -8,6 +8,7 @@ means "no cache", so that a request never fails because of it.
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import os
 from collections.abc import Callable, Iterable
@@ -272,6 +273,27 @@ class OrbitKVConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is not None:
             self._scheduler.update_connector_output(connector_output)
 
+    @property
+    def hears_early(self) -> bool:
+        """Whether `EarlyScheduler` is to ask for restores that ended before it schedules a step."""
+        return self._scheduler is not None and self._scheduler.hears_early
+
+    def take_restored(self, *, computing: bool, others_wait: bool) -> set[str]:
+        """The requests whose restores ended, for `EarlyScheduler`. Not contained: it turns to `hear_late`.
+
+        Args:
+            computing: there are running requests.
+            others_wait: other requests wait to be scheduled.
+        """
+        assert self._scheduler is not None
+        return self._scheduler.take_restored(computing=computing, others_wait=others_wait)
+
+    def hear_late(self, restored: set[str]) -> None:
+        """Report restores with the steps' outputs from now on, and these, which were taken, with the next."""
+        if self._scheduler is not None:
+            self._scheduler.stats.add("errors")
+            self._scheduler.hear_late(restored)
+
     @contained(lambda: (False, None))
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """A request ended; hold its blocks?"""
@@ -410,7 +432,7 @@ def drains_restored_first(scheduler_class: type) -> bool:
 
     vLLM 0.32 and later do: a restored request is never stuck behind one that waits for blocks.
     """
-    schedule: Any = getattr(scheduler_class, "schedule", None)
+    schedule: Any = inspect.unwrap(getattr(scheduler_class, "schedule", _nothing))
     return "kv_holding_waiting" in schedule.__code__.co_names if hasattr(schedule, "__code__") else False
 
 

@@ -30,6 +30,7 @@ OURS: dict[str, Any] = {
     "kv_role": "kv_both",
     "kv_load_failure_policy": "recompute",
 }
+EARLY_SCHEDULER = "orbitkv.vllm.early.EarlyScheduler"
 _WRAPPED = "_orbitkv"
 
 
@@ -88,7 +89,28 @@ def with_connector(engine_args: Any, create: Callable[[], Any]) -> Any:
         _say(StayOff(OffReason.ENGINE_REFUSED, f"vLLM does not start with a KV connector here: {first_line(refused)}"))
     else:
         logger.info("OrbitKV: the connector is set; whether it is attached is said below")
+        if chosen["kv_connector"] == CONNECTOR:
+            _set_scheduler(made)
     return made
+
+
+def _set_scheduler(vllm_config: Any) -> None:
+    """Have an engine with its only worker in the scheduler's process hear of restores early, if the user chose no
+    scheduler class."""
+    try:
+        from orbitkv.config import PluginConfig
+
+        scheduler, parallel = vllm_config.scheduler_config, vllm_config.parallel_config
+        alone = parallel.world_size == 1 and parallel.distributed_executor_backend == "uni"
+        chosen = PluginConfig.load({}, os.environ, injected=True).scheduler
+        if not alone or scheduler.scheduler_cls is not None or chosen == "engine":
+            return
+        from . import early  # noqa: F401 - that it can be imported, before the engine has to
+
+        scheduler.scheduler_cls = EARLY_SCHEDULER
+        logger.info("OrbitKV: the scheduler class is set, too (orbitkv.scheduler=engine leaves it alone)")
+    except Exception as error:
+        logger.info("OrbitKV: the scheduler is vLLM's own: %r", error)
 
 
 def choose(engine_args: Any, environ: Mapping[str, str]) -> dict[str, Any] | None:

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 PROOF_S = 20.0
 """Longest time for one step of the proof: other ranks must have come this far too."""
 
+ROOM_S = 5.0
+"""Longest wait for room for the proof's pages in the agent's memory, which grows as it is used."""
+
 _proven: set[str] = set()
 
 
@@ -123,11 +126,7 @@ def _there_and_back(
     hashes = [BlockHashes([digest], geometry.group) for geometry in layout.groups]
     deadline = time.monotonic() + PROOF_S
     try:
-        save = client.prepare_save(registration, hashes, [np.array([source])] * len(hashes), proof=True)
-        client.submit_saves([save])
-        status = client.wait_save(save, PROOF_S)
-        if status is not SaveStatus.COMMITTED:
-            raise ProofUnfinishedError(f"its page was not kept ({status.value}: {save.error or save.dropped})")
+        _save(client, registration, hashes, source)
         ready = _ask(client, request_id, hashes, instance, deadline)
         # Pages of a proof are the worker's own: one lease. (An agent that joins the ranks gives one a rank.)
         lease = ready.leases[rank] if len(ready.leases) > 1 else ready.leases[0]
@@ -137,6 +136,24 @@ def _there_and_back(
             raise ProofUnfinishedError(f"its page was not restored ({restore.status.value}: {restore.error})")
     except OrbitKVError as error:
         raise ProofUnfinishedError(f"the agent did not do its part: {error}") from error
+
+
+def _save(client: CacheManagerClient, registration: GpuRegistration, hashes: list[BlockHashes], source: int) -> None:
+    """Save the block, again as long as there is no room for a page of it."""
+    deadline = time.monotonic() + ROOM_S
+    pause_s = 0.002
+    while True:
+        save = client.prepare_save(registration, hashes, [np.array([source])] * len(hashes), proof=True)
+        client.submit_saves([save])
+        status = client.wait_save(save, PROOF_S)
+        if status is not SaveStatus.COMMITTED:
+            raise ProofUnfinishedError(f"its page was not kept ({status.value}: {save.error})")
+        if not save.dropped:
+            return
+        if time.monotonic() > deadline:
+            raise ProofUnfinishedError(f"the agent has no room for its page ({', '.join(save.dropped)})")
+        time.sleep(pause_s)
+        pause_s = min(pause_s * 2, 0.1)
 
 
 def _ask(

@@ -15,10 +15,12 @@ GATHER_S = 0.1
 LOOK_S = 50e-6
 MOMENT_S = 0.002
 """Longest wait for a restore that is about to end, while the engine computes nothing."""
-LAST_S = 0.01
+LAST_S = 0.012
 """Longest wait for the last restore that runs, so that it need not wait itself for the step of the one before."""
-GPU_BYTES_S = 52e9
+GPU_BYTES_S = 55e9
 """About what a GPU's link carries: when a restore should end."""
+BEGIN_S = 0.0005
+"""About what passes until the first byte of a restore moves that has the link for itself."""
 
 
 @dataclass(slots=True)
@@ -61,6 +63,7 @@ class Restores:
     def __init__(self) -> None:
         self._running: dict[str, Running] = {}
         self._link_free = 0.0  # since when no restore that was seen to end uses the GPU's link
+        self._looked = 0.0  # what has ended since then was not seen yet
 
     def __bool__(self) -> bool:
         """Whether there are any."""
@@ -96,7 +99,7 @@ class Restores:
             del self._running[running.load.request_id]
         return failed
 
-    def take_done(self, *, computing: bool, at_once: bool) -> set[str]:
+    def take_done(self, *, computing: bool, at_once: bool, wait: bool = True) -> set[str]:
         """Return the requests whose restores ended well and are to be reported now.
 
         A request that joins running ones makes their step several times as long (it is not one CUDA graph any more), so
@@ -110,7 +113,7 @@ class Restores:
         """
         if not any(running.at_once is at_once for running in self._running.values()):
             return set()
-        now = time.monotonic() if computing else self._wait_a_moment()
+        now = self._wait_a_moment() if wait and not computing else time.monotonic()
         done: list[Running] = []
         others: list[Running] = []
         for running in self._running.values():
@@ -118,11 +121,12 @@ class Restores:
             if status is RestoreStatus.DONE:
                 if not running.report_by:
                     running.report_by = now + min(now - running.started, GATHER_S)
-                    self._link_free = now
+                    self._link_free = min(max(self._due(running), self._looked), now)
                 if running.at_once is at_once:
                     done.append(running)
             elif not status.final:
                 others.append(running)
+        self._looked = now
         if not done:
             return set()
         if computing and others and all(now < running.report_by for running in done):
@@ -146,10 +150,11 @@ class Restores:
         due = self._due(first)
         end = now + MOMENT_S
         while -MOMENT_S / 2 < due - now < MOMENT_S and now < end and not first.status.final:
+            self._looked = now
             time.sleep(LOOK_S)
             now = time.monotonic()
         return now
 
     def _due(self, first: Running) -> float:
-        """When the restore that runs now should end."""
-        return max(first.started, self._link_free) + first.gpu_s
+        """When the first of those that were not seen to end should do so."""
+        return max(first.started + BEGIN_S, self._link_free) + first.gpu_s

@@ -73,6 +73,7 @@ class SchedulerHalf:
 
     Attributes:
         instance: this engine incarnation.
+        hears_early: `EarlyScheduler`, if that is the engine's, is to ask for restores that ended.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class SchedulerHalf:
         events: CacheEvents | None = None,
     ) -> None:
         self.instance = instance
+        self.hears_early = True
         self._block_tokens = block_tokens
         self._workers = workers
         self._role_loads = may_load
@@ -108,6 +110,8 @@ class SchedulerHalf:
         self._loads: list[Load] = []
         self._newly_held: set[str] = set()
         self._computing = False
+        self._asked_early = False  # by `EarlyScheduler`, for restores that ended
+        self._told_late: set[str] = set()
         self._levels: dict[str, int] = {}
         self._trips = 0
 
@@ -427,10 +431,12 @@ class SchedulerHalf:
         report = output.kv_connector_worker_meta
         if isinstance(report, WorkerReport):
             self._take_report(report)
-            worker = self._worker_here() if report.loading else None
-            restored = worker.take_restored(computing=self._computing) if worker is not None else None
-            if restored:
-                output.finished_recving = restored | (output.finished_recving or set())
+            worker = self._worker_here() if report.loading and not self._asked_early else None
+            restored = worker.take_restored(computing=self._computing) if worker is not None else set()
+            self._told_late |= restored
+        if self._told_late:
+            output.finished_recving = self._told_late | (output.finished_recving or set())
+            self._told_late = set()
         for request_id in output.finished_recving or ():
             tracked = self._restoring.pop(request_id, None)
             if tracked is None:
@@ -441,6 +447,20 @@ class SchedulerHalf:
                 self.link.client.cancel_query(tracked.id)
         for request_id in output.finished_sending or ():
             self._held.discard(request_id)
+
+    def take_restored(self, *, computing: bool, others_wait: bool) -> set[str]:
+        """Return the requests whose restore a worker in this process started at once, and which ended.
+
+        What ends in the next two milliseconds is waited for, unless the engine computes or has others to schedule.
+        """
+        self._asked_early = True
+        worker = self._worker_here() if self._restoring else None
+        return worker.take_restored(computing=computing, wait=not others_wait) if worker is not None else set()
+
+    def hear_late(self, restored: set[str]) -> None:
+        """The engine hears of restores with the steps' outputs from now on, and of these, which were taken."""
+        self.hears_early = self._asked_early = False
+        self._told_late |= restored
 
     def _take_report(self, report: WorkerReport) -> None:
         for request_id in report.failed_loads:

@@ -129,7 +129,7 @@ FEATURES: tuple[Feature, ...] = (
         "request",
         test="test_prompt_logprobs_skip_the_load",
     ),
-    Feature("mla", "MLA", "engine", test="test_a_repeated_prompt_of_an_mla_model_is_restored"),
+    Feature("mla", "MLA", "engine", test="test_a_model_with_mla_is_restored"),
     Feature("multi_connector", "MultiConnector", "engine", test="test_under_multi_connector"),
     Feature("gpu", "NVIDIA GPUs", "engine", test="test_memory_of_a_gpu_is_registered_by_handle"),
     # --- off for the engine

@@ -385,13 +385,14 @@ class WorkerHalf:
         report, self._report = self._report, WorkerReport()
         return report
 
-    def take_restored(self, *, computing: bool) -> set[str]:
+    def take_restored(self, *, computing: bool, wait: bool = True) -> set[str]:
         """Return which of the restores that were started at once have ended well and are to be reported now.
 
         Args:
-            computing: the engine computes something now, so that nothing is waited for.
+            computing: the engine computes something now.
+            wait: else wait for one that is about to end.
         """
-        return self._restores.take_done(computing=computing, at_once=True)
+        return self._restores.take_done(computing=computing, at_once=True, wait=wait)
 
     # --- internals
 

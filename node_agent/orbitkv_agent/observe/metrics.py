@@ -151,7 +151,7 @@ METRICS: Final = (
         "query",
         "counter",
         "query_budget_bypasses_total",
-        "Queries that were answered before an older one that waits for its own engine's share.",
+        "Queries that were answered before an older one that waits for its own engine's or tenant's share.",
         lambda s: s["query"]["budget_bypasses"],
     ),
     MetricRow(
@@ -172,7 +172,7 @@ METRICS: Final = (
         "query",
         "counter",
         "query_oversized_total",
-        "Queries for more bytes than the whole budget.",
+        "Queries for more bytes than an engine may ever have at one time.",
         lambda s: s["query"]["oversized"],
     ),
     MetricRow(

@@ -6,7 +6,7 @@ is restoring.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
@@ -20,6 +20,7 @@ from orbitkv_agent.queries.budget import ByteBudget, Phase
 from orbitkv_agent.queries.leases import Lease, Leases, PinnedPages
 from orbitkv_agent.queries.lookup import Found, check_asked, look_up
 from orbitkv_agent.queries.operations import QueryOperation, State, sign
+from orbitkv_agent.queries.shares import Shares
 from orbitkv_agent.queries.turns import Outcome, Turns
 from orbitkv_agent.sessions.errors import Refused, invalid, stale
 from orbitkv_agent.sessions.instances import Instance, Registration
@@ -43,19 +44,29 @@ _FEW_PAGES: Final = 16
 
 
 class QueryService:
-    """Owns all query operations, leases and the byte budget. Used by the owner thread only."""
+    """Owns all query operations, leases and the byte budget. Used by the owner thread only.
+
+    Args:
+        several: whether instances of several tenants are there (see `Shares`).
+    """
 
     def __init__(
-        self, loop: Loop, cache: PageCache, spaces: KeySpaces, counters: Counters, config: AgentConfig
+        self,
+        loop: Loop,
+        cache: PageCache,
+        spaces: KeySpaces,
+        counters: Counters,
+        config: AgentConfig,
+        several: Callable[[], bool],
     ) -> None:
-        self.budget = ByteBudget(config.query_budget_bytes, config.instance_budget_bytes)
+        self.budget = ByteBudget(config.query_budget_bytes, config.instance_budget_bytes, Shares(several))
         self.leases = Leases()
         self.draining = False
         self._loop = loop
         self._cache = cache
         self._spaces = spaces
         self._counters = counters
-        self._turns = Turns(config.max_session_queries, config.max_queries, self._attempt, counters)
+        self._turns = Turns(config.max_session_queries, config.max_queries, self._attempt, counters, Shares(several))
         self._answered: Deadlines[QueryOperation] = Deadlines(loop, config.reply_ttl_ms / 1000, self._expire)
         self._held: dict[str, int] = {}
 
@@ -248,7 +259,7 @@ class QueryService:
         if nothing is not None:
             session.reply(sequence, nothing)
             return True
-        if not self.budget.fits(instance, found.bytes):
+        if not self.budget.fits(instance, instance.tenant, found.bytes):
             return False
         ready = self._ready(found, proving)
         session.reply(sequence, ready)
@@ -309,8 +320,8 @@ class QueryService:
     def _attempt(self, operation: QueryOperation, *, behind: bool) -> Outcome:
         """Try to answer an operation that has a place; see `Attempt`."""
         instance, proving = operation.instance, operation.proving
-        if operation.bytes_hint and not self.budget.fits(instance, operation.bytes_hint):
-            return self._whose_bytes(operation.bytes_hint)
+        if operation.bytes_hint and not self.budget.fits(instance, instance.tenant, operation.bytes_hint):
+            return self._whose_bytes(instance, operation.bytes_hint)
         if not (instance.serving if proving is None else not proving.retired):
             return self._settle(operation, Nothing("not-serving"))
         found = self._look_up(instance, proving, operation)
@@ -318,12 +329,14 @@ class QueryService:
         if nothing is not None:
             return self._settle(operation, nothing)
         operation.bytes_hint = found.bytes
-        if behind or not self.budget.fits(instance, found.bytes):
-            return self._whose_bytes(found.bytes)
+        if behind or not self.budget.fits(instance, instance.tenant, found.bytes):
+            return self._whose_bytes(instance, found.bytes)
         return self._keep(operation, found, self._ready(found, proving))
 
-    def _whose_bytes(self, size: int) -> Outcome:
-        """Who has the bytes that are missing: everybody together, or the operation's own instance."""
+    def _whose_bytes(self, instance: Instance, size: int) -> Outcome:
+        """Who has the bytes that are missing: the instance's tenant, everybody together, or the instance itself."""
+        if not self.budget.shared(instance.tenant, size):
+            return Outcome.TENANT_FULL
         return Outcome.FULL if self.budget.is_full(size) else Outcome.OWNER_FULL
 
     def _look_up(self, instance: Instance, proving: Registration | None, asked: Query | QueryOperation) -> Found:
@@ -349,7 +362,8 @@ class QueryService:
     def _keep(self, operation: QueryOperation, found: Found, ready: Ready) -> Outcome:
         """Reserve bytes that fit, pin, and lease to each shard, under the numbers in `ready`."""
         self._count(operation.instance, found, operation.proving)
-        charges = [self.budget.charge(operation.instance, each) for each in found.shard_bytes]
+        owner, tenant = operation.instance, operation.instance.tenant
+        charges = [self.budget.charge(owner, tenant, each) for each in found.shard_bytes]
         operation.to(State.PREPARING)
         # What is in memory needs no preparation: it is ready at once.
         pinned = PinnedPages(self._cache, found.pages, found.runs, len(charges))

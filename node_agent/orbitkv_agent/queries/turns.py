@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from orbitkv_agent.queries.operations import QueryOperation, State
 from orbitkv_agent.queries.queue import Lanes, Places
+from orbitkv_agent.queries.shares import Shares
 
 if TYPE_CHECKING:
     from orbitkv_agent.observe.counters import Counters
@@ -19,10 +20,11 @@ if TYPE_CHECKING:
 
 
 class Outcome(Enum):
-    """Of an attempt to answer: ANSWERED, or whose bytes are used up."""
+    """Of an attempt to answer: ANSWERED, or whose bytes are used up: the instance's, its tenant's, or everybody's."""
 
     ANSWERED = "answered"
     OWNER_FULL = "owner-full"
+    TENANT_FULL = "tenant-full"
     FULL = "full"
 
 
@@ -43,10 +45,11 @@ class Turns:
         session_limit: most places of one session.
         limit: most places in all.
         attempt: tries to answer an operation.
+        shares: what each tenant has of the places.
     """
 
-    def __init__(self, session_limit: int, limit: int, attempt: Attempt, counters: Counters) -> None:
-        self._places: Places[Session] = Places(session_limit, limit)
+    def __init__(self, session_limit: int, limit: int, attempt: Attempt, counters: Counters, shares: Shares) -> None:
+        self._places: Places[Session] = Places(session_limit, limit, shares)
         self._for_place: Lanes[Session, QueryOperation] = Lanes()
         self._for_bytes: Lanes[Instance, QueryOperation] = Lanes()
         self._attempt = attempt
@@ -128,31 +131,35 @@ class Turns:
     def _serve_bytes(self) -> bool:
         """Try those who wait for bytes, in order; return whether one was answered."""
         full_owners: set[Instance] = set()
-        while (first := self._for_bytes.first(full_owners)) is not None:
+        full_tenants: set[str] = set()
+        while (
+            first := self._for_bytes.first(lambda each: each in full_owners or each.tenant in full_tenants)
+        ) is not None:
             owner, operation = first
             outcome = self._attempt(operation, behind=False)
             if outcome is Outcome.ANSWERED:
                 if operation.state is State.READY:
                     self._for_bytes.remove(owner, operation)
                     operation.ticket = 0
-                self._counters.query_budget_bypasses += bool(full_owners)
+                self._counters.query_budget_bypasses += bool(full_owners or full_tenants)
                 return True
             if outcome is Outcome.FULL:
                 return False  # whoever is younger must not take what this one waits for
-            full_owners.add(owner)
+            if outcome is Outcome.TENANT_FULL:
+                full_tenants.add(owner.tenant)
+            else:
+                full_owners.add(owner)
         return False
 
     def _serve_place(self) -> bool:
         """Admit the next one; return whether there was one."""
         if self._places.full:
             return False
-        full_sessions: set[Session] = set()
-        while (first := self._for_place.first(full_sessions)) is not None:
-            session, operation = first
-            if not self._places.lane_is_full(session):
-                self._for_place.remove(session, operation)
-                operation.ticket = 0
-                self._admit(operation)
-                return True
-            full_sessions.add(session)
-        return False
+        first = self._for_place.first(self._places.lane_is_full)
+        if first is None:
+            return False
+        session, operation = first
+        self._for_place.remove(session, operation)
+        operation.ticket = 0
+        self._admit(operation)
+        return True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator
 from typing import TYPE_CHECKING, Final
 
@@ -24,6 +24,7 @@ from orbitkv_agent.sessions.layout import (
     shard_of,
     storage_identity,
 )
+from orbitkv_agent.sessions.namespaces import tenant_of
 
 if TYPE_CHECKING:
     from orbitkv_agent.queries.operations import QueryOperation
@@ -101,6 +102,7 @@ class Instance:
     """One engine incarnation in one cache namespace.
 
     Attributes:
+        tenant: whose its cache namespace is.
         demand: what it asks for; counts for its cache namespace too.
         scheduler: the session that attached it.
         registrations: live ones by shard.
@@ -116,6 +118,7 @@ class Instance:
 
     def __init__(self, namespace: str, name: InstanceName, demand: Demand) -> None:
         self.namespace = namespace
+        self.tenant = tenant_of(namespace)
         self.demand = demand
         self.name = name
         self.scheduler: Session | None = None
@@ -306,6 +309,7 @@ class Instances:
     def __init__(self, demand: defaultdict[str, Demand] | None = None) -> None:
         self._instances: dict[tuple[str, InstanceName], Instance] = {}
         self._demand: defaultdict[str, Demand] = defaultdict(Demand) if demand is None else demand
+        self._of_tenant: Counter[str] = Counter()
 
     def __iter__(self) -> Iterator[Instance]:
         return iter(list(self._instances.values()))
@@ -338,7 +342,12 @@ class Instances:
         instance = self._instances.get(key)
         if instance is None:
             instance = self._instances[key] = Instance(key[0], name, Demand(self._demand[key[0]]))
+            self._of_tenant[instance.tenant] += 1
         return instance
+
+    def of_several_tenants(self) -> bool:
+        """Whether they are not all of one tenant."""
+        return len(self._of_tenant) > 1
 
     def drop_unused(self) -> None:
         """Forget all instances that nobody takes part in."""
@@ -347,8 +356,12 @@ class Instances:
 
     def drop_if_unused(self, instance: Instance) -> None:
         """Forget an instance that nobody takes part in."""
-        if instance.scheduler is None and not instance.registrations and not instance.tracked:
-            self._instances.pop((instance.namespace, instance.name), None)
+        if instance.scheduler is not None or instance.registrations or instance.tracked:
+            return
+        if self._instances.pop((instance.namespace, instance.name), None) is not None:
+            self._of_tenant[instance.tenant] -= 1
+            if not self._of_tenant[instance.tenant]:
+                del self._of_tenant[instance.tenant]
 
 
 def _sizes(ranks: Ranks) -> tuple[int, int, int]:

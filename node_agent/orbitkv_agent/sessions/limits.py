@@ -6,6 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from orbitkv.protocol.errors import ErrorKind
+from orbitkv_agent.queries.shares import Shares
 from orbitkv_agent.sessions.errors import Rejected
 
 if TYPE_CHECKING:
@@ -20,14 +21,17 @@ class Connections:
     Without a cluster a connection counts for its user from the start. In a cluster anybody may connect, and users say
     nothing: a connection is a stranger until its token is accepted, and then counts for its pod. Strangers have a small
     number of places, half of them for one user at most. When these are taken, the stranger that has been silent for
-    longest makes room: whoever has a token shows it at once, so a crowd without tokens only pushes out itself.
+    longest makes room: whoever has a token shows it at once, so a crowd without tokens only pushes out itself. And no
+    tenant has so many connections that others get none, however many pods it has.
     """
 
     def __init__(self, config: AgentConfig) -> None:
         self._config = config
         self._in_cluster = config.cluster is not None
-        self._owner: dict[Session, str] = {}
+        self._owner: dict[Session, tuple[str, str]] = {}
+        """Whom an open session counts for, and the tenant."""
         self._by_owner: Counter[str] = Counter()
+        self._shares = Shares(lambda: self._in_cluster)
         self._strangers: dict[Session, None] = {}
         self._strangers_of: Counter[int] = Counter()
         self._silent: dict[Session, None] = {}
@@ -41,7 +45,7 @@ class Connections:
         if self._in_cluster:
             return
         config = self._config
-        self._check_owner(_user(peer))
+        self._check_owner(_user(peer), "")
         if peer.uid not in config.allowed_uids:
             raise Rejected(
                 "user-denied",
@@ -79,37 +83,39 @@ class Connections:
             self._silent[session] = None
             self._strangers_of[session.peer.uid] += 1
         else:
-            self._count(session, _user(session.peer))
+            self._count(session, _user(session.peer), "")
 
     def spoke(self, session: Session) -> None:
         """A connection has said hello."""
         self._silent.pop(session, None)
 
-    def opened(self, session: Session, owner: str) -> None:
-        """A session was granted; `owner` is whom it counts for.
+    def opened(self, session: Session, owner: str, tenant: str) -> None:
+        """A session was granted; `owner` is whom it counts for, and `tenant` whose the cache namespace is.
 
         Raises:
-            Rejected: BUSY, this owner has too many, or all together have.
+            Rejected: BUSY, this owner has too many, or its tenant, or all together have.
         """
         if self._in_cluster:
-            self._check_owner(owner)
+            self._check_owner(owner, tenant)
             self._forget_stranger(session)
-            self._count(session, owner)
+            self._count(session, owner, tenant)
 
     def ended(self, session: Session) -> None:
         """A connection ended."""
         self._forget_stranger(session)
-        owner = self._owner.pop(session, None)
+        owner, tenant = self._owner.pop(session, (None, ""))
         if owner is not None:
+            self._shares.give_back(tenant, 1)
             self._by_owner[owner] -= 1
             if not self._by_owner[owner]:
                 del self._by_owner[owner]
 
-    def _count(self, session: Session, owner: str) -> None:
-        self._owner[session] = owner
+    def _count(self, session: Session, owner: str, tenant: str) -> None:
+        self._owner[session] = owner, tenant
         self._by_owner[owner] += 1
+        self._shares.take(tenant, 1)
 
-    def _check_owner(self, owner: str) -> None:
+    def _check_owner(self, owner: str, tenant: str) -> None:
         config = self._config
         if len(self._owner) >= config.max_connections:
             raise Rejected(
@@ -123,6 +129,13 @@ class Connections:
                 "too-many-connections",
                 ErrorKind.BUSY,
                 f"{owner} has {limit} connections to the agent (max_connections_per_peer)",
+            )
+        if not self._shares.allows(tenant, 1, config.max_connections - len(self._owner)):
+            raise Rejected(
+                "too-many-connections",
+                ErrorKind.BUSY,
+                f"the cache namespaces of {tenant} have as many of the agent's {config.max_connections} connections "
+                "(max_connections) as are left for all others",
             )
 
     def _forget_stranger(self, session: Session) -> None:

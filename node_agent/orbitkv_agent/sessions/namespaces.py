@@ -32,6 +32,11 @@ def display_name(key: str) -> str:
     return key.partition("@")[0]
 
 
+def tenant_of(key: str) -> str:
+    """Return whose a cache namespace is: in a cluster all that are of one Kubernetes namespace are one tenant's."""
+    return key.partition("/")[0]
+
+
 class Namespaces:
     """The cache namespaces that the store knows. Used by the owner thread only.
 

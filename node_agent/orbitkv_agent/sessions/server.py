@@ -14,6 +14,7 @@ import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
+from weakref import WeakValueDictionary
 
 import msgspec
 
@@ -27,8 +28,10 @@ from orbitkv_agent.observe.counters import Counters
 from orbitkv_agent.sessions.admission import Admission, Grant
 from orbitkv_agent.sessions.errors import Refused, Rejected, bad_frame, stale
 from orbitkv_agent.sessions.limits import Connections, HeldMemory
+from orbitkv_agent.sessions.namespaces import tenant_of
 from orbitkv_agent.sessions.peers import peer_of
 from orbitkv_agent.sessions.session import Session, SessionEvents
+from orbitkv_agent.sessions.turns import TenantTurns
 
 if TYPE_CHECKING:
     from orbitkv_agent.config import AgentConfig
@@ -198,6 +201,9 @@ class Server(SessionEvents):
         self._admission = admission
         self._connections = Connections(config)
         self._held = HeldMemory(_HELD_BYTES + config.pool_bytes // _HELD_SHARE)
+        self._strangers = TenantTurns(loop)
+        self._turns: WeakValueDictionary[str, TenantTurns] = WeakValueDictionary()
+        """By tenant; sessions keep theirs."""
         self._asked: dict[Session, None] = {}
         """Sessions whose hello waits for the admission's answer."""
         self._complaints = 0
@@ -267,7 +273,7 @@ class Server(SessionEvents):
             why = "others came, and nothing was said here; try again"
             self.expel(crowded_out, Rejected("too-many-connections", ErrorKind.BUSY, why))
         self._epoch += 1
-        session = Session(connection, peer, self._epoch, self._loop, self)
+        session = Session(connection, peer, self._epoch, self._loop, self, self._strangers)
         self.sessions[session] = None
         self._connections.connected(session)
         self._hello.add(session)
@@ -396,12 +402,13 @@ class Server(SessionEvents):
     def _welcome(self, session: Session, sequence: int, hello: Hello, versions: tuple[int, ...], grant: Grant) -> None:
         if self.draining:
             raise Rejected("draining", ErrorKind.UNAVAILABLE, "the agent is shutting down; attach again later")
-        self._connections.opened(session, grant.owner)
+        self._connections.opened(session, grant.owner, tenant_of(grant.namespace))
         heartbeat = 0
         if session.peer.pidfd is None:
             heartbeat = self._config.heartbeat_ms
             self._silent.add(session)
         records = session.open(grant.namespace, hello.client[:_CLIENT_NAME_LENGTH])
+        session.turns = self._turns.setdefault(session.tenant, TenantTurns(self._loop))
         shared = [records.fd, session.hint_fd, self._pidfd]
         if versions[1] >= _SHORTCUT_SINCE:
             shared += [session.open_shortcut(), records.permit.share()]

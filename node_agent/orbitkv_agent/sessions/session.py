@@ -27,8 +27,10 @@ from orbitkv.protocol.versions import MESSAGES
 from orbitkv_agent.guards import guard
 from orbitkv_agent.loop import Loop
 from orbitkv_agent.sessions.errors import Refused, bad_frame
+from orbitkv_agent.sessions.namespaces import tenant_of
 from orbitkv_agent.sessions.peers import Peer
 from orbitkv_agent.sessions.shortcut import ShortcutEnd
+from orbitkv_agent.sessions.turns import TenantTurns
 
 if TYPE_CHECKING:
     from orbitkv_agent.queries.operations import QueryOperation
@@ -86,7 +88,7 @@ class Session:
 
     Attributes:
         epoch: number of the session within this boot of the agent.
-        namespace: cache namespace, once `open`.
+        namespace: cache namespace, once `open`; `tenant`: whose that is.
         administrator: it may ask for the agent's state, once `open`.
         client: the client's own name, for people.
         messages_version: of the protocol, once `open`.
@@ -95,6 +97,7 @@ class Session:
             agent wait on it. So of the hint, a pipe, the client gets the reading end, and the agent only writes.)
         operations: query operations by the client's number.
         registrations, saves, restores: by the agent's number.
+        turns: its tenant's; before it is `open`, those of all strangers.
         last_heard: when the last request came, in seconds of the loop's clock.
         passed_arenas: ids of all arenas whose descriptors were passed to the client, whatever it said of them since.
         arenas: ids of the arenas whose descriptors were passed to the client and not reported unmapped.
@@ -102,11 +105,20 @@ class Session:
         retired_arenas: those among them that the client should unmap.
     """
 
-    def __init__(self, connection: socket.socket, peer: Peer, epoch: int, loop: Loop, events: SessionEvents) -> None:
+    def __init__(
+        self,
+        connection: socket.socket,
+        peer: Peer,
+        epoch: int,
+        loop: Loop,
+        events: SessionEvents,
+        turns: TenantTurns,
+    ) -> None:
         self.peer = peer
         self.epoch = epoch
         self.state = SessionState.OPEN
         self.namespace: str | None = None
+        self.tenant = ""
         self.administrator = False
         self.client = ""
         self.messages_version = MESSAGES.lowest
@@ -120,6 +132,7 @@ class Session:
         self.passed_arenas: set[int] = set()
         self.arenas: set[int] = set()
         self.retired_arenas: set[int] = set()
+        self.turns = turns
         self.last_heard = loop.now()
         self.complained_of = False
         self._loop = loop
@@ -162,6 +175,7 @@ class Session:
     def open(self, namespace: str, client: str) -> RecordWriter:
         """Accept the handshake; return the records that the client will read."""
         self.namespace = namespace
+        self.tenant = tenant_of(namespace)
         self.client = client
         self.records = RecordWriter()
         self.hint_fd, self._hint = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -261,7 +275,12 @@ class Session:
         if events & _WRITABLE:
             self._flush()
             self._note_held()
-        if events & _READABLE and self.state is SessionState.OPEN and not self._backlog and self._steps is None:
+        if events & _READABLE and not self._backlog and self._steps is None:
+            self.turns.now(self, self._take)
+
+    def _take(self) -> None:
+        """Read what has come and serve a turn of it, if nothing is left of what came before."""
+        if self.state is SessionState.OPEN and not self._backlog and self._steps is None:
             self._read(whole=False)
             if self._shortcut is not None and self.state is SessionState.OPEN:
                 self._loop.look_also(self)
@@ -276,15 +295,17 @@ class Session:
         except OSError:
             size = 0
         if not size:
-            self.end_stream()
+            torn = self._reader.pending_bytes
+            if torn and not self._exited:
+                self._refuse_frame(f"the connection is closed, because it ended {torn} bytes into a message")
+            else:
+                self.end_stream()
             return False
         try:
             frames = self._reader.feed(buffer[:size])
         except framing.FrameError as error:
             logger.warning("%s: closed, because it sent %s", self, error)
-            refusal = bad_frame(f"the connection is closed, because the agent received {error}")
-            self.refuse_stream(refusal.kind, str(refusal))
-            self.end_stream(refusal.reason)
+            self._refuse_frame(f"the connection is closed, because the agent received {error}")
             return False
         self._received += size
         self.last_heard = self._loop.now()
@@ -292,6 +313,11 @@ class Session:
         self._backlog.extend(frames)  # of several frames the bodies are their own; one alone is served now
         self._serve(whole=whole)
         return self.state is SessionState.OPEN
+
+    def _refuse_frame(self, why: str) -> None:
+        refusal = bad_frame(why)
+        self.refuse_stream(refusal.kind, str(refusal))
+        self.end_stream(refusal.reason)
 
     def _serve(self, *, whole: bool) -> None:
         """Serve a turn of the requests that have come, or all; the rest after everybody else has had a turn."""
@@ -310,7 +336,7 @@ class Session:
                     backlog.clear()
         finally:  # whatever became of these
             if backlog and self._steps is None:
-                self._loop.soon(self._go_on)
+                self.turns.later(self, self._go_on)
 
     def _served(self, shortcut: ShortcutEnd, sequence: int) -> bool:
         """Whether a request was taken by the shortcut before it came here. Its client waits here now."""
@@ -355,7 +381,7 @@ class Session:
         for _ in steps:
             if self.state is SessionState.OPEN:
                 self._steps = steps
-                self._loop.soon(self._go_on)
+                self.turns.later(self, self._go_on)
                 self._note_held()
             else:
                 steps.close()
@@ -385,7 +411,7 @@ class Session:
             return
         self._step(steps)
         if self._backlog and self._steps is None:
-            self._loop.soon(self._go_on)
+            self.turns.later(self, self._go_on)
 
     def _drop_steps(self) -> None:
         steps, self._steps = self._steps, None

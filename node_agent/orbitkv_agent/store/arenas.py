@@ -116,8 +116,8 @@ class ArenaMemory(Protocol):
     def attach(self, arena: Arena) -> None:
         """Make an arena usable for copies; sets its `address`. Raises OSError."""
 
-    def detach(self, arena: Arena) -> None:
-        """Undo `attach`; harmless where that was not done."""
+    def detach(self, arena: Arena) -> bool:
+        """Undo `attach`, where that was done; false when it cannot be undone, and the memory stays taken."""
 
 
 class ArenaPool:
@@ -265,7 +265,8 @@ class ArenaPool:
             changed = True
             if arena.id not in self._arenas:  # discarded
                 os.close(arena.fd)
-                self.committed_bytes -= arena.size
+                if error is None:  # otherwise its memory stays taken
+                    self.committed_bytes -= arena.size
                 self.discarding -= 1
                 continue
             self._preparing[arena.namespace] -= 1
@@ -352,8 +353,9 @@ class ArenaPool:
         self._finish(arena, error)
 
     def _discard(self, arena: Arena) -> None:
-        if self._memory is not None:
-            self._memory.detach(arena)
+        if self._memory is not None and not self._memory.detach(arena):
+            self._finish(arena, OSError(errno.EBUSY, os.strerror(errno.EBUSY)))
+            return
         # Punching holes frees the memory also where a client still maps the arena, and in steps that no one waits for.
         for offset in range(0, arena.size, _STEP):
             length = min(_STEP, arena.size - offset)

@@ -233,6 +233,35 @@ def test_a_turn_knows_how_long_it_took_so_far_and_the_next_one_begins_anew(loop:
     assert 0.03 <= took[2] < 0.1 and 0 <= took[3] < 0.02, took
 
 
+def test_where_others_need_the_interpreter_it_is_left_to_them_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by a system call that returns at once: the loop has the interpreter back before another thread is awake."""
+    slept: list[float] = []
+    monkeypatch.setattr("orbitkv_agent.loop.time.sleep", slept.append)
+    loop = Loop(busy_poll_s=0.01)
+    crowded = False
+    loop.crowded = lambda: crowded
+
+    def work_for(seconds: float) -> None:
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            loop.soon(lambda: None)
+            loop.run_once(1)
+
+    work_for(0.02)
+    assert not slept
+    crowded = True
+    work_for(0.02)
+    assert 10 <= len(slept) <= 70 and set(slept) == {50e-6}, "once in 0.3 ms"
+    slept.clear()
+    for _ in range(3):
+        loop.post(lambda: None)
+        loop.run_once(1)
+    slept.clear()
+    loop.run_once(1e-3)
+    assert slept, "nor does it look without a pause for what comes next"
+    loop.close()
+
+
 def test_a_handler_that_forgets_another_keeps_it_from_running(loop: Loop) -> None:
     pipes = [os.pipe(), os.pipe()]
     seen: list[int] = []

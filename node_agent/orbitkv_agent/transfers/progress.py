@@ -14,21 +14,19 @@ class CopyProgress:
     Args:
         records: of the session that asked for it.
         record: the copy's own.
-        whole: what its record says when all of it is in place; None: somebody else says so.
+        whole: what its record says when all of it is in place.
     """
 
     __slots__ = ("_chunks", "_record", "_records", "_whole")
 
-    def __init__(self, records: RecordWriter, record: RecordRef, whole: RecordState | None = None) -> None:
+    def __init__(self, records: RecordWriter, record: RecordRef, whole: RecordState) -> None:
         self._records = records
         self._record = record
         self._whole = whole
         self._chunks = 0
 
     @classmethod
-    def of(
-        cls, records: RecordWriter | None, record: RecordRef, whole: RecordState | None = None
-    ) -> CopyProgress | None:
+    def of(cls, records: RecordWriter | None, record: RecordRef, whole: RecordState) -> CopyProgress | None:
         """The words of a copy, None when nobody is left to read them."""
         return None if records is None else cls(records, record, whole)
 
@@ -51,7 +49,7 @@ class CopyProgress:
 
     def word(self, *, last: bool, layers: int) -> Word:
         """See `Progress`."""
-        if last and self._whole is not None:
+        if last:
             return Word(self._records.place(self._record), self._records.word(self._record, self._whole))
         word = self._records.word_of_chunks(self._chunks, layers)
         return Word(self._records.place_of_chunks(self._record), word)

@@ -64,8 +64,8 @@ _DROPPED: Final = {"pool_full": "pool-full"}
 class Save:
     """An accepted save. `bytes` is what it copies, without padding; `held_bytes` with it.
 
-    Where the agent copies: `copy` until it ended, `copied` once all bytes are in place, `void` when they are not to
-    become visible.
+    Where the agent copies: `copy` until it ended; meanwhile `void` when its pages are not to become visible, or
+    `committed` when they are, by a client whom the record told of the end before this process knew.
     """
 
     number: int
@@ -80,8 +80,8 @@ class Save:
     proof: bool
     parts: list[CopyPart] = field(default_factory=list)
     copy: Copy | None = None
-    copied: bool = False
     void: bool = False
+    committed: bool = False
     warned: float | None = None
 
     def __str__(self) -> str:
@@ -215,11 +215,15 @@ class Saves:
             raise stale(f"unknown-save: {message.save} is not in flight in this session")
         faults.hit("save-commit")
         if save.copy is not None:
-            if message.copied and guard("copied-commit"):
-                raise invalid(f"save {message.save}: its copy has not ended, so it cannot become visible")
             if not message.copied:
                 self._void(save)
                 return
+            records = save.session.records
+            if records is not None and records.says(save.record, RecordState.SETTLED):
+                save.committed = True  # the GPU said that it is through, before its thread here has come to it
+                return
+            if guard("copied-commit"):
+                raise invalid(f"save {message.save}: its copy has not ended, so it cannot become visible")
         if not message.copied:
             self._counters.save_dropped["failed"] += save.pages
         self._end(save, copied=message.copied)
@@ -229,7 +233,7 @@ class Saves:
 
         What the agent copies itself drains first.
         """
-        for save in [each for each in session.saves.values() if not each.void]:
+        for save in [each for each in session.saves.values() if not each.void and not each.committed]:
             self._counters.save_dropped["aborted"] += save.pages
             if save.copy is None:
                 self._end(save, copied=False)
@@ -399,7 +403,7 @@ class Saves:
             save.parts,
             lambda error: self._copied(save, error),
             to_engine=False,
-            progress=CopyProgress.of(save.session.records, save.record),
+            progress=CopyProgress.of(save.session.records, save.record, RecordState.SETTLED),
         )
         save.parts = []
 
@@ -419,7 +423,10 @@ class Saves:
             self._end(save, copied=False)
             save.session.close_if_drained()
             return
-        save.copied = True
+        if save.committed:
+            self._end(save, copied=True)
+            save.session.close_if_drained()
+            return
         records = save.session.records
         if records is not None and save.session.state is not SessionState.CLOSED:
             records.set(save.record, RecordState.SETTLED)

@@ -193,6 +193,7 @@ class FakeWorkers:
         hold_loads: loads do not end.
         fail_loads: loads fail.
         instance: of the engine, for a worker that lives in the scheduler's process (see `orbitkv.vllm.together`).
+        asked: how its restores were asked for: whether the engine computes, and whether to wait for one.
     """
 
     def __init__(self, agent: FakeAgent, workers: int = 1) -> None:
@@ -200,6 +201,7 @@ class FakeWorkers:
         self.workers = workers
         self.instance: Instance | None = None
         self.at_once: set[str] = set()
+        self.asked: list[tuple[bool, bool]] = []
         self.hold_saves = self.hold_loads = self.fail_loads = False
         self.loads: list[Load] = []
         self.saves: list[Save] = []
@@ -223,8 +225,9 @@ class FakeWorkers:
         self.loads.append(load)
         self.started.append(load)
 
-    def take_restored(self, *, computing: bool) -> set[str]:
+    def take_restored(self, *, computing: bool, wait: bool = True) -> set[str]:
         """As WorkerHalf's."""
+        self.asked.append((computing, wait))
         if self.hold_loads:
             return set()
         restored = [load for load in self.loads if load.request_id in self.at_once and not self._fails(load)]

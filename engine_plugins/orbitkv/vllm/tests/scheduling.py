@@ -31,6 +31,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from orbitkv.vllm import together
 from orbitkv.vllm.connector import OrbitKVConnector
+from orbitkv.vllm.early import EarlyScheduler
 from orbitkv.vllm.metadata import Load, Save
 from orbitkv.vllm.scheduler import SchedulerHalf
 from orbitkv.vllm.tests.fakes import FakeAgent, FakeWorkers
@@ -200,10 +201,13 @@ class Engine:
     def __init__(self, model: Path, agent: FakeAgent, **options: Any) -> None:
         self.agent = agent
         self.workers = FakeWorkers(agent)
-        one_process = options.pop("one_process", False)
+        one_process, early = options.pop("one_process", False), options.pop("early", False)
         asynchronous = options.get("asynchronous", False)
         self.vllm_config, self.kv_cache_config = make_config(model, **options)
         make: Callable[..., Scheduler] = AsyncScheduler if asynchronous else Scheduler
+        if early:  # vLLM itself never schedules asynchronously on CPUs
+            self.vllm_config.scheduler_config.async_scheduling = asynchronous
+            make, self.vllm_config.scheduler_config.scheduler_cls = EarlyScheduler, EarlyScheduler
         self.scheduler = make(
             vllm_config=self.vllm_config,
             kv_cache_config=self.kv_cache_config,

@@ -19,6 +19,7 @@ from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from orbitkv.config import ConfigError
 from orbitkv.vllm import plugin
 from orbitkv.vllm.connector import OrbitKVConnector, drains_restored_first
+from orbitkv.vllm.early import EarlyScheduler
 from orbitkv.vllm.stats import METRICS, OrbitKVPromMetrics, OrbitKVStats
 from orbitkv.vllm.tests.scheduling import BLOCK, Engine
 
@@ -161,6 +162,7 @@ def test_the_admission_rule_follows_the_schedulers_queues(start: Callable[..., E
 
     engine = start()
     assert drains_restored_first(type(engine.scheduler))
+    assert drains_restored_first(EarlyScheduler)
     assert not drains_restored_first(Earlier)
     assert not drains_restored_first(object)
 

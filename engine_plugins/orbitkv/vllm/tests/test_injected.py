@@ -6,6 +6,7 @@ import builtins
 import importlib
 import importlib.metadata
 import logging
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -15,12 +16,14 @@ import pytest
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from orbitkv import injection
 from orbitkv.injection import StayOff
 from orbitkv.protocol.reasons import OffReason
 from orbitkv.vllm import connector, injected, plugin
 from orbitkv.vllm.connector import OrbitKVConnector
+from orbitkv.vllm.early import EarlyScheduler
 
 ENGINE = "vllm 0.32.0"
 THEIRS = {"kv_connector": "ExampleConnector", "kv_role": "kv_producer", "kv_connector_extra_config": {"path": "/x"}}
@@ -35,12 +38,13 @@ class Args:
     made: list[Any] = field(default_factory=list)
     refuses: bool = False
     broken: bool = False
+    result: Any = "the configuration"
 
-    def create(self) -> str:
+    def create(self) -> Any:
         self.made.append(self.kv_transfer_config)
         if self.broken or (self.refuses and self.kv_transfer_config is not None):
             raise ValueError("1 validation error for VllmConfig\n  not with a connector")
-        return "the configuration"
+        return self.result
 
     @property
     def connectors(self) -> list[str | None]:
@@ -80,6 +84,49 @@ def test_the_connector_is_set_where_the_user_chose_none(told: list[Any], caplog:
     assert (made.kv_connector, made.kv_connector_module_path) == ("OrbitKVConnector", "orbitkv.vllm")
     assert (made.kv_role, made.kv_load_failure_policy) == ("kv_both", "recompute")
     assert not told
+    assert not warnings(caplog)
+
+
+def configuration(chosen: str | None = None, workers: int = 1, executor: str = "uni") -> SimpleNamespace:
+    return SimpleNamespace(
+        scheduler_config=SimpleNamespace(scheduler_cls=chosen),
+        parallel_config=SimpleNamespace(world_size=workers, distributed_executor_backend=executor),
+    )
+
+
+def test_the_scheduler_class_is_set_with_the_connector() -> None:
+    made = create(Args(result=configuration()))
+    assert resolve_obj_by_qualname(made.scheduler_config.scheduler_cls) is EarlyScheduler
+
+
+@pytest.mark.parametrize(
+    "given", [configuration("their.Scheduler"), configuration(workers=2, executor="mp"), configuration(executor="mp")]
+)
+def test_the_scheduler_class_is_left_alone_where_it_is_of_no_use_or_the_users(given: SimpleNamespace) -> None:
+    chosen = given.scheduler_config.scheduler_cls
+    assert create(Args(result=given)).scheduler_config.scheduler_cls == chosen
+
+
+def test_the_scheduler_class_is_left_alone_by_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ORBITKV_SCHEDULER", "engine")
+    assert create(Args(result=configuration())).scheduler_config.scheduler_cls is None
+
+
+def test_the_scheduler_class_is_left_alone_beside_a_connector_of_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ORBITKV_MULTI_CONNECTOR", "true")
+    args = Args(kv_transfer_config=THEIRS, result=configuration())
+    assert create(args).scheduler_config.scheduler_cls is None
+    assert args.connectors == ["MultiConnector"]
+
+
+def test_the_scheduler_class_is_left_alone_where_it_cannot_be_imported(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "orbitkv.vllm.early", None)
+    monkeypatch.delattr("orbitkv.vllm.early", raising=False)
+    with caplog.at_level(logging.INFO):
+        assert create(Args(result=configuration())).scheduler_config.scheduler_cls is None
+    assert "the scheduler is vLLM's own" in caplog.text
     assert not warnings(caplog)
 
 

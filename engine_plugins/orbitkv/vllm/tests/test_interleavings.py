@@ -27,10 +27,14 @@ def lose_the_client(engine: Engine, agent: FakeAgent) -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["one step at a time", "two steps in flight"])
+@pytest.mark.parametrize(
+    ("asynchronous", "early"),
+    [(False, False), (False, True), (True, False), (True, True)],
+    ids=["one step at a time", "one, told early", "two steps in flight", "two, told early"],
+)
 @pytest.mark.parametrize("one_process", [False, True], ids=["a worker elsewhere", "all in one process"])
 def test_every_request_ends_and_nothing_is_left(
-    start: Callable[..., Engine], agent: FakeAgent, seed: int, asynchronous: bool, one_process: bool
+    start: Callable[..., Engine], agent: FakeAgent, seed: int, asynchronous: bool, early: bool, one_process: bool
 ) -> None:
     chance = random.Random(seed)
     # Longer than the test: what ends a wait here is the agent's answer, not the clock.
@@ -39,6 +43,7 @@ def test_every_request_ends_and_nothing_is_left(
         max_seqs=6,
         batched_tokens=96,
         asynchronous=asynchronous,
+        early=early,
         one_process=one_process,
         extra={"orbitkv.max_wait_ms": 600_000},
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -9,9 +10,12 @@ import pytest
 import torch
 from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
+from orbitkv.client import QueryReady, SaveStatus
 from orbitkv.client.allocations import DeviceAllocation
 from orbitkv.client.gpu import EngineGpu
+from orbitkv.client.handles import RestoreStatus
 from orbitkv.client.registration import GpuRegistration
+from orbitkv.protocol.messages import Instance
 from orbitkv.vllm import layout as layout_module
 from orbitkv.vllm import proof
 from orbitkv.vllm.layout import Layout, LayoutRefusedError, read_layout
@@ -182,6 +186,66 @@ def test_proof_on_an_empty_cache_sees_a_single_wrong_bit(monkeypatch: pytest.Mon
     monkeypatch.setattr(proof, "_there_and_back", Agent(spoil=True).carry)
     with pytest.raises(proof.LayoutDisprovenError, match="layer b: random bytes came back different"):
         proof.prove_on_empty_cache(layout, None, registered(layout), None, 0)  # type: ignore[arg-type]
+
+
+@dataclass
+class Save:
+    """A save that was committed."""
+
+    dropped: dict[str, int]
+    error: None = None
+
+
+class FullAgent:
+    """A client of an agent that has room for a page at its third save, or never."""
+
+    def __init__(self, room: bool = True) -> None:
+        self.room = room
+        self.saves = 0
+        self.asked_after: list[int] = []
+
+    def prepare_save(self, registration: Any, hashes: Any, blocks: Any, *, proof: bool) -> Save:
+        assert proof
+        self.saves += 1
+        return Save({} if self.room and self.saves > 2 else {"pool_full": 1})
+
+    def submit_saves(self, saves: list[Save]) -> None:
+        pass
+
+    def wait_save(self, save: Save, timeout: float) -> SaveStatus:
+        return SaveStatus.COMMITTED
+
+    def query_prefetch(self, request_id: str, hashes: Any, *, instance: Any, proof: bool) -> QueryReady:
+        self.asked_after.append(self.saves)
+        return QueryReady(leases=(1,), pages=1)
+
+    def start_restore(self, registration: Any, lease: int, blocks: Any) -> None:
+        assert lease == 1
+
+    def query_consumed(self, request_id: str) -> None:
+        pass
+
+    def wait_restore(self, restore: None, timeout: float) -> RestoreStatus:
+        return RestoreStatus.DONE
+
+
+def carry(layout: Layout, agent: Any) -> None:
+    proof._there_and_back(layout, agent, registered(layout), Instance("engine", "1"), 0, 7, 6)
+
+
+def test_a_page_of_the_proof_that_found_no_room_is_saved_again() -> None:
+    agent = FullAgent()
+    carry(read(kv_memory()), agent)
+    assert agent.saves == 3
+    assert agent.asked_after == [3], "what was not kept is not waited for"
+
+
+def test_proof_gives_up_soon_where_there_is_never_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proof, "ROOM_S", 0.05)
+    agent = FullAgent(room=False)
+    with pytest.raises(proof.ProofUnfinishedError, match=r"no room for its page \(pool_full\)"):
+        carry(read(kv_memory()), agent)
+    assert not agent.asked_after
 
 
 def test_proof_needs_three_blocks() -> None:

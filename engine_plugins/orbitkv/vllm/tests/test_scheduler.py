@@ -6,8 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
+from orbitkv.vllm.early import EarlyScheduler
 from orbitkv.vllm.tests.fakes import FakeAgent
 from orbitkv.vllm.tests.scheduling import BLOCK, Engine
 
@@ -184,8 +186,109 @@ def test_a_restore_that_ended_is_scheduled_although_its_step_is_still_in_flight(
     engine.assert_at_rest()
 
 
-def test_a_restore_started_at_once_that_fails_is_computed(start: Start) -> None:
-    engine = start(one_process=True)
+def test_an_early_scheduler_schedules_a_restore_in_the_round_in_which_it_ended(start: Start) -> None:
+    engine = start(one_process=True, asynchronous=True, early=True)
+    engine.serve("first", prompt(70))
+    engine.reset_hbm()
+    engine.workers.hold_loads = True
+    engine.add("again", prompt(70))
+    flying = [engine.schedule(), engine.schedule()]
+    engine.finish_step(flying.pop(0))
+    assert engine.workers.asked == [(False, True)], "its end is not asked for a second time, after the step"
+    engine.workers.hold_loads = False
+    flying.append(engine.schedule())
+    assert flying[-1].num_scheduled_tokens == {"again": 70 - 64}
+    for output in flying:
+        engine.finish_step(output)
+    engine.run()
+    engine.assert_at_rest()
+
+
+def test_an_early_scheduler_waits_for_no_restore_while_there_is_other_work(start: Start) -> None:
+    engine = start(one_process=True, asynchronous=True, early=True)
+    engine.serve("first", prompt(70, seed=1))
+    engine.reset_hbm()
+    engine.workers.hold_loads = True
+    engine.add("again", prompt(70, seed=1))
+    engine.step()
+    engine.add("new", prompt(70, seed=2), answer=20)
+    engine.step()
+    engine.step()
+    assert engine.workers.asked == [(False, False), (True, True)], "one is to be scheduled; it runs"
+    engine.workers.hold_loads = False
+    engine.run()
+    engine.assert_at_rest()
+
+
+def test_a_restore_of_an_aborted_request_ends_under_an_early_scheduler(start: Start) -> None:
+    engine = start(one_process=True, asynchronous=True, early=True)
+    engine.serve("first", prompt(70))
+    engine.reset_hbm()
+    engine.workers.hold_loads = True
+    engine.add("again", prompt(70))
+    engine.step()
+    engine.abort("again")
+    engine.workers.hold_loads = False
+    engine.run()
+    engine.assert_at_rest()
+
+
+def test_an_early_scheduler_elsewhere_than_its_worker_is_vllms_own(start: Start) -> None:
+    engine = start(asynchronous=True, early=True)
+    engine.serve("first", prompt(70))
+    engine.reset_hbm()
+    engine.serve("again", prompt(70))
+    assert len(engine.workers.started) == 1
+    assert not engine.workers.asked
+    engine.assert_at_rest()
+
+
+@pytest.mark.parametrize("told", [False, True], ids=["before it was told", "after"])
+def test_what_goes_wrong_in_an_early_scheduler_makes_it_vllms_own(
+    start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, told: bool
+) -> None:
+    engine = start(one_process=True, early=True)
+    for seed in (1, 2):
+        engine.serve(f"first {seed}", prompt(70, seed=seed))
+    engine.reset_hbm()
+    update = EarlyScheduler._update_from_kv_xfer_finished
+
+    def broken(self: Any, output: Any) -> None:
+        if self.in_a_step or told:
+            update(self, output)
+        if not self.in_a_step:
+            raise RuntimeError("another vLLM")
+
+    monkeypatch.setattr(EarlyScheduler, "_update_from_kv_xfer_finished", broken)
+    scheduler: Any = engine.scheduler
+    finish_step = engine.finish_step
+
+    def finish(output: Any, accept: int = 0) -> None:
+        scheduler.in_a_step = True
+        finish_step(output, accept)
+        scheduler.in_a_step = False
+
+    scheduler.in_a_step = False
+    engine.finish_step = finish  # type: ignore[method-assign]
+    for seed in (1, 2):
+        again = engine.serve(f"again {seed}", prompt(70, seed=seed))
+        assert again.num_output_tokens == 3
+    assert len(engine.workers.started) == 2
+    assert caplog.text.count("vLLM is told of restores with the steps' outputs from now on") == 1
+    engine.assert_at_rest()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_an_early_scheduler_is_the_one_of_vllms_that_the_engine_needs(start: Start, asynchronous: bool) -> None:
+    engine = start(asynchronous=asynchronous, early=True)
+    assert isinstance(engine.scheduler, EarlyScheduler)
+    assert isinstance(engine.scheduler, AsyncScheduler) is asynchronous
+    assert not engine.half._gate, "it schedules restored requests first, as vLLM's does"
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_a_restore_started_at_once_that_fails_is_computed(start: Start, early: bool) -> None:
+    engine = start(one_process=True, early=early)
     engine.serve("first", prompt(70))
     engine.reset_hbm()
     engine.workers.fail_loads = True

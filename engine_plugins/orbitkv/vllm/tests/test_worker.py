@@ -351,6 +351,7 @@ def test_a_step_without_work_waits_two_milliseconds_at_most(
     start_loads(half, client, "late")
     run(half, StepMetadata())
     assert 0.002 <= clock.slept < 0.0021
+    clock.now += 0.001
     run(half, StepMetadata())
     assert clock.slept < 0.0021, "nobody knows when it ends"
 
@@ -392,6 +393,48 @@ def test_an_engine_with_nothing_to_compute_gets_the_last_two_together_if_the_las
     assert run(half, StepMetadata()).received == set(), "d is due in 8 ms"
     clock.now += 0.009
     assert run(half, StepMetadata()).received == {"c"}, "d is late, nobody knows how long"
+
+
+def test_an_end_that_was_seen_late_does_not_put_off_when_the_next_is_due(
+    make: Make, client: CopyingClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half, clock = make(), Clock(monkeypatch)
+    monkeypatch.setattr(half, "_gpu_bytes", lambda load: 0.020 * restores.GPU_BYTES_S)
+    handles = start_loads(half, client, "a", "b")
+    clock.now += 0.035
+    handles["a"].status = RestoreStatus.DONE
+    assert run(half, StepMetadata()).received == set(), "a ended after 20 ms, so b is due in 5 ms"
+    clock.now += 0.007
+    handles["b"].status = RestoreStatus.DONE
+    assert run(half, StepMetadata()).received == {"a", "b"}
+
+
+def test_what_was_still_running_when_it_was_looked_at_ended_after_that(
+    make: Make, client: CopyingClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slower link than is thought: what is due next is due after that end, not after the expected one."""
+    half, clock = make(), Clock(monkeypatch)
+    monkeypatch.setattr(half, "_gpu_bytes", lambda load: 0.010 * restores.GPU_BYTES_S)
+    handles = start_loads(half, client, "a", "b")
+    clock.now += 0.030
+    assert run(half, StepMetadata()).received == set()
+    clock.now += 0.001
+    handles["a"].status = RestoreStatus.DONE
+    assert run(half, StepMetadata()).received == set(), "b is due in 9 ms"
+    clock.now += 0.010
+    assert run(half, StepMetadata()).received == {"a"}
+
+
+def test_nothing_is_waited_for_if_the_engine_has_others_to_schedule(
+    make: Make, client: CopyingClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half, clock = make(), Clock(monkeypatch)
+    monkeypatch.setattr(half, "_gpu_bytes", lambda load: 0.001 * restores.GPU_BYTES_S)
+    half.start_at_once(load_step("a").loads[0])
+    assert half.take_restored(computing=False, wait=False) == set()
+    assert not clock.slept
+    half.take_restored(computing=False)
+    assert clock.slept
 
 
 def test_what_the_scheduler_started_at_once_it_is_told_when_it_asks(make: Make, client: CopyingClient) -> None:

@@ -335,6 +335,26 @@ def test_connections_of_one_pod_are_bounded(tmp_path: Path, api: FakeApiserver) 
         assert world.client(token=other).call(Ping(), Pong).ok
 
 
+def test_connections_of_one_tenant_leave_some_to_others_however_many_pods_it_has(
+    tmp_path: Path, api: FakeApiserver
+) -> None:
+    api.put("team-a/more", "two")
+    api.put("team-b/qwen", "three")
+    api.put_namespace("team-b")
+    theirs = api.token("theirs", "engine-b", "team-b")
+    with ClusterWorld(tmp_path, api, max_connections=8, max_connections_per_peer=2) as world:
+        world.until_ready()
+        tokens = [api.token(f"pod-{number}", f"pod-{number}") for number in range(3)]
+        for token in tokens[:2]:
+            for name in ("team-a/qwen", "team-a/more"):
+                world.client(name, token=token)
+        refusal = world.refused(token=tokens[2])
+        assert refusal.kind == ErrorKind.BUSY
+        assert refusal.message.startswith("too-many-connections: the cache namespaces of team-a have as many")
+        for _ in range(2):
+            assert world.client("team-b/qwen", token=theirs).call(Ping(), Pong).ok
+
+
 def test_only_the_agents_own_pod_administrates(
     world: ClusterWorld, api: FakeApiserver, monkeypatch: pytest.MonkeyPatch
 ) -> None:

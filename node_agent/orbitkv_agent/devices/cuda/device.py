@@ -218,22 +218,23 @@ class CudaDevice:
             words=memory.imported.pinned,
             layered=layered,
         )
-        express, lane = gpu.express, gpu.restores if to_engine else gpu.saves
-        assert lane is not None and express is not None
-        # Beside a lane at work the express would starve: the copy engine turns to another stream when one has run dry.
-        if not to_engine or lane.copies or self._driver_is_busy():
-            lane.submit(job)
-            return job
-        if self._entered is not gpu:
+        lane = gpu.restores if to_engine else gpu.saves
+        assert lane is not None
+        # Layer by layer there is much to plan, and a driver that pins or maps memory might make this thread wait.
+        at_once = not layered and not self._driver.busy
+        if at_once and self._entered is not gpu:
             self._driver.set_current(gpu.context)
             self._entered = gpu
-        if not express.take(job):
-            lane.submit(job)
+        lane.submit(job, at_once=at_once)
         return job
 
-    def _driver_is_busy(self) -> bool:
-        """Whether a call of the driver might wait for another thread's, which maps or pins memory."""
-        return self.pinned.busy or any([gpu.busy for gpu in self._gpus.values()])
+    def lanes_wait(self) -> bool:
+        """Whether a lane's thread will need the interpreter, to hand more over before its GPU has nothing to do."""
+        for gpu in self._gpus.values():
+            for lane in (gpu.restores, gpu.saves):
+                if lane is not None and lane.waits:
+                    return True
+        return False
 
     def lane(self, registration: Registration) -> object:
         """See `Copier`."""

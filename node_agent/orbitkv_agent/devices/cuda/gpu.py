@@ -14,7 +14,6 @@ import numpy as np
 
 from orbitkv.cuda import CudaError, Driver, GpuInfo
 from orbitkv.protocol.records import REGION_BYTES, RecordWriter
-from orbitkv_agent.devices.cuda.express import Express
 from orbitkv_agent.devices.cuda.lanes import Lane
 from orbitkv_agent.devices.cuda.nvml import used_by_process, used_bytes
 
@@ -67,8 +66,7 @@ def own_bytes(
 class Gpu:
     """A GPU that has, or had, a registration. Its context is made by the first one and lives as long as the agent.
 
-    What takes the driver long, mapping and unmapping, happens on a thread of its own; so copies go on meanwhile. `busy`
-    says that it does so now.
+    What takes the driver long, mapping and unmapping, happens on a thread of its own; so copies go on meanwhile.
 
     Args:
         post: has a callback called on the owner thread.
@@ -83,8 +81,6 @@ class Gpu:
         self.context_bytes = 0
         self.restores: Lane | None = None
         self.saves: Lane | None = None
-        self.express: Express | None = None
-        self.busy = False
         self._driver = driver
         self._post = post
         self._lost = lost
@@ -158,7 +154,7 @@ class Gpu:
         self._thread.join()
         if self.context:
             self._driver.set_current(self.context)
-        for lane in (self.restores, self.saves, self.express):
+        for lane in (self.restores, self.saves):
             if lane is not None:
                 lane.close()
         if self.context:
@@ -173,33 +169,28 @@ class Gpu:
 
     def _run(self) -> None:
         while (work := self._work.get()) is not None:
-            self.busy = True
             try:
                 work()
             except Exception:
                 logger.exception("%s: internal error; please report it", self.info.uuid)
-            finally:
-                self.busy = False
 
     def _use_context(self) -> None:
         if self.context:
             return
         before, others = used_bytes(self.info.uuid), used_by_process(self.info.uuid)
         context = self._driver.retain_context(self.info.ordinal)
-        made: list[Lane | Express] = []
+        made: list[Lane] = []
         try:
             self._driver.set_current(context)
             name = f"orbitkv-gpu{self.info.ordinal}"
             post, lost = self._post, self._lost
-            self.express = Express(self._driver, context, f"{name}-express", post=post, lost=lost)
-            made.append(self.express)
             self.restores = Lane(self._driver, context, f"{name}-restores", to_device=True, post=post, lost=lost)
             made.append(self.restores)
             self.saves = Lane(self._driver, context, f"{name}-saves", to_device=False, post=post, lost=lost)
         except Exception:  # no memory for a stream, or no thread: the next registration tries again
             for each in made:
                 each.close()
-            self.restores = self.saves = self.express = None
+            self.restores = self.saves = None
             self._driver.release_context(self.info.ordinal)
             raise
         self.context_bytes = own_bytes(

@@ -1,15 +1,19 @@
 """A lane: the copies of one GPU in one direction.
 
 Copies go chunk by chunk. Only a few chunks are with the GPU at a time, so that a small restore is not behind a large
-one: the lane takes turns between the copy with the least left and the oldest one. One thread submits chunks, another
-sleeps until the GPU has made them: an event tells that, and nothing else counts as the end of a chunk.
+one: the lane takes turns between the copy with the least left and the oldest one. A thread of its own sleeps until the
+GPU has made the oldest chunk, and hands over the next: an event tells that, and nothing else counts as the end of a
+chunk. It has the interpreter once a chunk, because each time that it has to get it back it may wait for the owner.
+
+A copy for which the GPU has room at once is begun by the owner thread itself: waking another one up, and waiting until
+that gets the interpreter, take as long as half of a small copy.
 """
 
 from __future__ import annotations
 
 import logging
-import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Final, NamedTuple
@@ -18,8 +22,8 @@ from orbitkv.cuda import CudaError, Driver
 from orbitkv_agent.devices.base import Progress
 from orbitkv_agent.devices.cuda.plans import (
     CHUNK_BYTES,
+    LAYER_CHUNK_BYTES,
     SAVE_CHUNK_BYTES,
-    CopyPlan,
     PagesOfGroup,
     plan_copy,
     plan_layers,
@@ -29,13 +33,14 @@ logger = logging.getLogger(__name__)
 
 PLAN_PAGES: Final = 256
 """Pages that are planned at once."""
-FIRST_PAGES: Final = 32
+FIRST_PAGES: Final = 64
 """Pages that are planned before the first chunk goes: the GPU waits for this plan, and for no other."""
-CHUNKS_IN_FLIGHT: Final = 3
-"""Chunks that the GPU always has, if there are any: one runs, the others are ready, because this process's threads take
+CHUNKS_IN_FLIGHT: Final = 2
+"""Chunks that the GPU always has, if there are any: one runs, the other is ready, because this process's threads take
 turns and the next one may come a millisecond late."""
 
 _NO_PLAN: Final = plan_copy(())
+_ALL: Final = 1 << 62
 
 
 class CopyJob:
@@ -45,7 +50,7 @@ class CopyJob:
         groups: what to copy.
         ended: called once on the owner thread, when no byte of it moves any more: with "" when all of it was copied,
             otherwise with the reason.
-        landed: called when all of it was copied, before `ended`, on a thread of the lane.
+        landed: called when all of it was copied, before `ended`, on the lane's thread.
         progress: told of each chunk.
         words: the GPU itself writes the words of `progress`.
         layered: one layer comes after the other.
@@ -82,26 +87,25 @@ class CopyJob:
         self.error = ""
         self.reported = False
 
-    def plan_all(self, chunk_bytes: int) -> CopyPlan:
-        """Plan all of it at once. For a copy that nobody has planned of, of `PLAN_PAGES` at most."""
-        self.plan, self.next, self.unplanned = plan_copy(self._groups, chunk_bytes), 0, 0
-        return self.plan
-
     def plan_more(self, chunk_bytes: int) -> None:
         """Plan the next pages, in chunks of this size at most."""
+        few = self.unplanned == self.pages <= PLAN_PAGES and self.left <= chunk_bytes
         if self.layered:
-            self.plan, self.next, self.unplanned = plan_layers(self._groups, chunk_bytes), 0, 0
-            return
-        if self._slices is None:
-            slices = [
-                group.slices(*(whole_chunks(pages, group, chunk_bytes) for pages in (FIRST_PAGES, PLAN_PAGES)))
-                for group in self._groups
-                if group.blocks.size
-            ]
-            self._slices = chain.from_iterable(slices)
-        part = next(self._slices)
-        self.plan, self.next = plan_copy([part], chunk_bytes), 0
-        self.unplanned -= part.blocks.size
+            plan, planned = plan_layers(self._groups, min(chunk_bytes, LAYER_CHUNK_BYTES)), self.unplanned
+        elif few:
+            plan, planned = plan_copy(self._groups, chunk_bytes), self.unplanned
+        else:
+            if self._slices is None:
+                slices = [
+                    group.slices(*(whole_chunks(pages, group, chunk_bytes) for pages in (FIRST_PAGES, PLAN_PAGES)))
+                    for group in self._groups
+                    if group.blocks.size
+                ]
+                self._slices = chain.from_iterable(slices)
+            part = next(self._slices)
+            plan, planned = plan_copy([part], chunk_bytes), part.blocks.size
+        self.plan, self.next = plan, 0
+        self.unplanned -= planned
 
     def submit(self, driver: Driver, stream: int, *, to_device: bool, soon: bool = False) -> int:
         """Submit the next chunk of the plan, `soon` to a GPU that has nothing to do; return its bytes. A word follows.
@@ -153,12 +157,11 @@ def whole_chunks(pages: int, group: PagesOfGroup, chunk_bytes: int) -> int:
 
 
 class _Chunk(NamedTuple):
-    """A chunk that the GPU has. `last` of its copy: when it has ended, so have those before it, on the same stream."""
+    """A chunk that the GPU has."""
 
     job: CopyJob
     event: int
     size: int
-    last: bool
 
 
 class Lane:
@@ -170,9 +173,6 @@ class Lane:
         to_device: restores, or else saves.
         post: has a callback called on the owner thread.
         lost: called on the owner thread when the GPU fails so that it cannot be known whether copies have ended.
-
-    Attributes:
-        copies: those that have not ended. For the owner thread.
     """
 
     def __init__(
@@ -192,107 +192,140 @@ class Lane:
         self._chunk_bytes = CHUNK_BYTES if to_device else SAVE_CHUNK_BYTES
         self._post = post
         self._lost = lost
-        self.copies = 0
-        self._mail: queue.SimpleQueue[CopyJob | _Chunk | None] = queue.SimpleQueue()
-        self._flying: queue.SimpleQueue[_Chunk | None] = queue.SimpleQueue()
+        # Invariant: `_jobs` have chunks to be handed over, `_flying` is what the GPU has, in its order. Lists, sizes
+        # and flags change under this lock, which nobody holds who plans or calls the driver: a call may take long.
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._jobs: list[CopyJob] = []
-        self._flying_chunks = 0
+        self._flying: deque[_Chunk] = deque()
         self._flying_bytes = 0
+        self._handing = False
+        """A thread hands chunks over, and only that one: it alone takes events, and plans and submits copies."""
+        self._enough = 0
+        """It stops when the GPU has so many bytes."""
         self._events: list[int] = []
-        self._stream = driver.make_stream()
         self._smallest_next = True
         self._closing = False
         self._broken = False
-        self._threads = [
-            threading.Thread(target=self._guarded, args=(work,), name=name, daemon=True)
-            for work, name in ((self._submit_all, name), (self._land_all, f"{name}-ends"))
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._stream = driver.make_stream()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
 
-    def submit(self, job: CopyJob) -> None:
-        """Take a copy. For the owner thread."""
-        self.copies += 1
-        self._mail.put(job)
+    def submit(self, job: CopyJob, *, at_once: bool = False) -> None:
+        """Take a copy. For the owner thread.
+
+        `at_once`: hand over here and now what keeps the GPU at work until the lane's thread comes. The context is
+        current to this thread.
+        """
+        with self._lock:
+            self._jobs.append(job)
+            if not at_once:
+                self._changed.notify()
+        if at_once:
+            self._hand_over(self._chunk_bytes // 2)
+
+    @property
+    def waits(self) -> bool:
+        """Whether there is more to hand over, for which the lane's thread will need the interpreter. For any thread."""
+        return bool(self._jobs)
 
     def close(self) -> None:
-        """Finish everything and end the threads."""
-        self._mail.put(None)
-        for thread in self._threads:
-            thread.join()
+        """Finish everything and end the thread."""
+        with self._lock:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join()
 
-    def _guarded(self, work: Callable[[], None]) -> None:
+    # ---------------------------------------------------------------------------------------- the lane's thread
+
+    def _run(self) -> None:
         try:
             self._driver.set_current(self._context)
-            work()
+            while (event := self._next_event()) is not None:
+                self._driver.wait(event)
+                self._land()
         except Exception as error:
-            why = str(error)
-            logger.critical("%s: the GPU failed, copies on it may or may not have ended: %s", self._name, why)
-            self._post(lambda: self._lost(why))
-            self._broken = True
-            self._mail.put(None)
-            self._flying.put(None)
-
-    # ------------------------------------------------------------------------ the thread that knows of ends
-
-    def _land_all(self) -> None:
-        while (chunk := self._flying.get()) is not None:
-            self._driver.wait(chunk.event)
-            job = chunk.job
-            if chunk.last and not job.error:
-                if job.landed is not None:
-                    job.landed()
-                self._report(job, "")
-            self._mail.put(chunk)
-
-    def _report(self, job: CopyJob, reason: str) -> None:
-        job.reported = True
-        self._post(lambda: self._ended(job, reason))
-
-    def _ended(self, job: CopyJob, reason: str) -> None:
-        self.copies -= 1
-        job.ended(reason)
-
-    # -------------------------------------------------------------------------------- the thread that submits
-
-    def _submit_all(self) -> None:
-        while (self._jobs or self._flying_chunks or not self._closing) and not self._broken:
-            job = self._pick()
-            if job is not None:
-                self._submit(job)
-            else:
-                self._take(self._mail.get())
-            while not self._mail.empty():
-                self._take(self._mail.get())
+            self._fail(error)
         if self._broken:
             return
-        self._flying.put(None)
         for event in self._events:
             self._driver.drop_event(event)
         self._driver.drop_stream(self._stream)
 
-    def _take(self, item: CopyJob | _Chunk | None) -> None:
-        if item is None:
-            self._closing = True
-        elif isinstance(item, CopyJob):
-            self._accept(item)
-        else:
-            self._flying_chunks -= 1
-            self._flying_bytes -= item.size
-            self._events.append(item.event)
-            item.job.flying -= 1
-            self._end_if_drained(item.job)
+    def _next_event(self) -> int | None:
+        """Hand over what there is room for; the event of the oldest chunk then, None when the lane is at its end."""
+        while True:
+            self._hand_over(_ALL)
+            with self._lock:
+                if self._broken:
+                    return None
+                if self._flying:
+                    return self._flying[0].event
+                if not self._handing:
+                    if self._jobs:  # it came meanwhile
+                        continue
+                    if self._closing:
+                        return None
+                self._changed.wait()
 
-    def _accept(self, job: CopyJob) -> None:
+    def _land(self) -> None:
+        """The GPU has made the oldest chunk it had."""
+        with self._lock:
+            chunk = self._flying.popleft()
+            self._flying_bytes -= chunk.size
+            self._events.append(chunk.event)
+            chunk.job.flying -= 1
+            self._end_if_drained(chunk.job)
+
+    # --------------------------------------------------------------------------------- the thread that hands over
+
+    def _hand_over(self, enough: int) -> None:
+        """Hand chunks over until the GPU has `enough` bytes, or as many chunks as it may have.
+
+        It waits for no other thread: where one hands over already, that one goes on until it is enough for both.
+        """
+        with self._lock:
+            if self._handing or self._broken:
+                self._enough = max(self._enough, enough)
+                return
+            self._handing, self._enough = True, enough
+        try:
+            while (job := self._take()) is not None:
+                self._give(job)
+        except Exception as error:
+            self._fail(error)
+
+    def _take(self) -> CopyJob | None:
+        """The copy whose next chunk goes now; None when it is enough, and from then on others may hand over."""
+        with self._lock:
+            job = None if self._broken or self._flying_bytes >= self._enough else self._pick()
+            if job is not None:
+                job.flying += 1  # from here on: it has not ended
+            else:
+                self._handing = False
+                self._changed.notify()
+            return job
+
+    def _give(self, job: CopyJob) -> None:
+        """Hand the next chunk of a copy over."""
         self._plan_more(job)
-        if job.submitted:
-            self._end_if_drained(job)
-        else:
-            self._jobs.append(job)
+        if job.submitted:  # it could not be planned, or nobody needs it any more
+            with self._lock:
+                job.flying -= 1
+            return
+        event = self._events.pop() if self._events else self._driver.make_event()
+        size = job.submit(self._driver, self._stream, to_device=self._to_device, soon=not self._flying)
+        self._driver.record(event, self._stream)
+        with self._lock:
+            self._flying.append(_Chunk(job, event, size))
+            self._flying_bytes += size
+            if job.submitted:
+                self._jobs.remove(job)
+        self._plan_more(job)  # while the GPU is at work
 
     def _plan_more(self, job: CopyJob) -> None:
         """Plan the next pages of a copy when it needs them: the first chunk does not wait for the last one's plan."""
-        if job.next < len(job.plan.chunks) or not job.unplanned:
+        if job.submitted or job.next < len(job.plan.chunks):
             return
         try:
             job.plan_more(self._chunk_bytes)
@@ -300,39 +333,39 @@ class Lane:
             logger.exception("%s: a copy could not be planned; please report it", self._name)
             job.error = f"the copy could not be planned: {error!r}"
 
+    # ------------------------------------------------------------------------------------------- under the lock
+
     def _pick(self) -> CopyJob | None:
-        """The copy whose next chunk goes now; None when the GPU has enough, or nothing is left to submit."""
-        for job in [each for each in self._jobs if each.abandoned]:
-            self._retire(job)
-        if not self._jobs or (self._flying_chunks >= CHUNKS_IN_FLIGHT and self._flying_bytes >= self._chunk_bytes):
+        """The copy whose next chunk goes now; None when the GPU has enough, or nothing is left to hand over."""
+        for job in [each for each in self._jobs if each.submitted]:
+            self._jobs.remove(job)
+            self._end_if_drained(job)
+        if not self._jobs or (len(self._flying) >= CHUNKS_IN_FLIGHT and self._flying_bytes >= self._chunk_bytes):
             return None
+        if len(self._jobs) == 1:
+            self._smallest_next = True
+            return self._jobs[0]
         job = min(self._jobs, key=lambda each: each.left) if self._smallest_next else self._jobs[0]
         self._smallest_next = not self._smallest_next
         return job
 
-    def _submit(self, job: CopyJob) -> None:
-        event = self._events.pop() if self._events else self._driver.make_event()
-        size = job.submit(self._driver, self._stream, to_device=self._to_device)
-        self._driver.record(event, self._stream)
-        job.flying += 1
-        self._flying_chunks += 1
-        self._flying_bytes += size
-        last = job.whole
-        if not last:
-            self._plan_more(job)
-        if job.submitted:
-            self._jobs.remove(job)
-        self._flying.put(_Chunk(job, event, size, last))
-
-    def _retire(self, job: CopyJob) -> None:
-        self._jobs.remove(job)
-        self._end_if_drained(job)
-
     def _end_if_drained(self, job: CopyJob) -> None:
-        """End a copy that was not ended by its last chunk: nothing to copy, refused, or abandoned half-way."""
+        """End a copy of which nothing is with the GPU, and nothing more is to be handed over."""
         if job.reported or job.flying or not job.submitted:
             return
+        job.reported = True
         whole = job.whole and not job.error
         if whole and job.landed is not None:
             job.landed()
-        self._report(job, "" if whole else job.error or "nobody needs it any more")
+        reason = "" if whole else job.error or "nobody needs it any more"
+        self._post(lambda: job.ended(reason))
+
+    # -------------------------------------------------------------------------------------------------- any thread
+
+    def _fail(self, error: Exception) -> None:
+        why = str(error)
+        logger.critical("%s: the GPU failed, copies on it may or may not have ended: %s", self._name, why)
+        with self._lock:
+            self._broken, self._handing = True, False
+            self._changed.notify()
+        self._post(lambda: self._lost(why))

@@ -30,16 +30,14 @@ class PinnedArenas:
         context: returns a context of any GPU, 0 while there is none.
 
     Attributes:
-        problem: why the last arena could not be pinned, for people; "" when it was.
+        problem: why the last arena could not be pinned or unpinned, for people; "" when it was.
         addresses: int64, where each arena begins, by its id; 0 for one that is not pinned. Replaced as a whole, so that
             any thread may read it.
-        busy: memory is being pinned or unpinned: other calls of the driver may wait for it.
     """
 
     def __init__(self, driver: Driver, context: Callable[[], int]) -> None:
         self.problem = ""
         self.addresses = np.zeros(1, np.int64)
-        self.busy = False
         self._driver = driver
         self._context = context
         self._mappings: dict[int, mmap.mmap] = {}
@@ -56,7 +54,6 @@ class PinnedArenas:
         mapping = mmap.mmap(arena.fd, arena.size)
         address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
         started = time.monotonic()
-        self.busy = True
         try:
             self._driver.set_current(context)
             self._driver.pin(address, arena.size)
@@ -65,8 +62,6 @@ class PinnedArenas:
             self.problem = f"memory for pages could not be pinned: {error} ({_may_lock()})"
             logger.error("%s", self.problem)
             raise OSError(errno.ENOMEM, str(error)) from None
-        finally:
-            self.busy = False
         took = time.monotonic() - started
         self.problem = ""
         arena.address = address
@@ -75,25 +70,27 @@ class PinnedArenas:
         # While memory is pinned, other CUDA programs may wait for the driver: they get as much time as this took.
         time.sleep(min(took, 1.0))
 
-    def detach(self, arena: Arena) -> None:
-        """Unpin and unmap an arena that holds no page; harmless for one that is not attached."""
+    def detach(self, arena: Arena) -> bool:
+        """Unpin and unmap an arena that holds no page, if it is attached; false when the driver does not let it go."""
         mapping = self._mappings.pop(arena.id, None)
         if mapping is None:
-            return
-        self.busy = True
+            return True
         try:
             self._driver.set_current(self._context())
             self._driver.unpin(arena.address)
         except CudaError as error:  # the driver may still have it: it stays mapped
-            logger.error("memory for pages could not be unpinned: %s", error)
+            self.problem = (
+                f"{arena.size >> 20} MiB of memory for pages could not be unpinned: {error}; the pool is smaller by as "
+                "much until the agent starts again"
+            )
+            logger.error("%s", self.problem)
             self._mappings[arena.id] = mapping
             self._note(arena.id, 0)
-            return
-        finally:
-            self.busy = False
+            return False
         arena.address = 0
         self._note(arena.id, 0)
         mapping.close()
+        return True
 
     def _note(self, number: int, address: int) -> None:
         addresses = np.zeros(max(self.addresses.size, number + 1), np.int64)

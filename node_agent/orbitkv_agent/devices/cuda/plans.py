@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from typing import Final, NamedTuple
 
@@ -10,10 +11,13 @@ import numpy.typing as npt
 
 from orbitkv_agent.devices.cuda.geometry import FEW_PAGES, GroupPlaces, Int64
 
-CHUNK_BYTES: Final = 28 << 20
-"""Most bytes in one call of a restore: what another one may have to wait for, 0.5 ms of PCIe Gen5."""
+CHUNK_BYTES: Final = 54 << 20
+"""Most bytes in one call of a restore: what another one may have to wait for, 1 ms of PCIe Gen5. The word and the event
+behind each call cost a GPU as much as half a megabyte, and this process's threads a turn with the interpreter."""
+LAYER_CHUNK_BYTES: Final = 28 << 20
+"""The same where an engine waits for one layer after the other."""
 SAVE_CHUNK_BYTES: Final = 72 << 20
-"""Most bytes in one call of a save, for which nobody waits: fewer calls leave other threads more of the interpreter."""
+"""Most bytes in one call of a save, for which nobody waits."""
 CHUNK_PIECES: Final = 256
 """Most pieces in one call: more do not make it faster, and fewer do not hide what a call costs."""
 
@@ -44,12 +48,21 @@ class PagesOfGroup(NamedTuple):
         if self.blocks.size <= count:
             yield self
             return
-        order = np.argsort(self.pages, kind="stable")
+        ordered = in_order(self)
         start, end = 0, first
-        while start < order.size:
-            part = order[start:end]
-            yield PagesOfGroup(self.places, self.blocks[part], self.pages[part], self.first[part])
+        while start < self.blocks.size:
+            yield PagesOfGroup(
+                self.places, ordered.blocks[start:end], ordered.pages[start:end], ordered.first[start:end]
+            )
             start, end = end, end + count
+
+
+def in_order(group: PagesOfGroup) -> PagesOfGroup:
+    """The same pages in the order in which they lie in host memory. Those of one save mostly do already."""
+    if (group.pages[1:] > group.pages[:-1]).all():
+        return group
+    order = np.argsort(group.pages, kind="stable")
+    return PagesOfGroup(group.places, group.blocks[order], group.pages[order], group.first[order])
 
 
 class CopyPlan(NamedTuple):
@@ -121,8 +134,7 @@ def _pieces(group: PagesOfGroup) -> tuple[Int64, Int64, Int64]:
     places = group.places
     if places.whole and group.blocks.size <= FEW_PAGES:
         return group.pages, places.base + group.blocks * places.stride, places.few_sizes[: group.blocks.size]
-    order = np.argsort(group.pages, kind="stable")
-    blocks, pages = group.blocks[order], group.pages[order]
+    _, blocks, pages, first = in_order(group)
     device = (places.base[None, :] + blocks[:, None] * places.stride[None, :]).ravel()
     host = (pages[:, None] + places.offset[None, :]).ravel()
     sizes = np.tile(places.size, blocks.size)
@@ -131,7 +143,7 @@ def _pieces(group: PagesOfGroup) -> tuple[Int64, Int64, Int64]:
     joins = (host[1:] == host[:-1] + sizes[:-1]) & (device[1:] == device[:-1] + sizes[:-1])
     if joins.any():
         new_arena = np.zeros((blocks.size, places.segments), np.bool_)
-        new_arena[:, 0] = group.first[order]
+        new_arena[:, 0] = first
         joins &= ~new_arena.ravel()[1:]
         joins &= ~np.isin(device[1:], places.starts)
         starts = np.flatnonzero(np.concatenate(([True], ~joins)))
@@ -150,12 +162,12 @@ def _cut(host: Int64, device: Int64, sizes: Int64, most: int) -> tuple[Int64, In
 
 
 def _chunks(sizes: Int64, most: int) -> list[tuple[int, int, int]]:
-    ends = np.cumsum(sizes)
+    ends: list[int] = np.cumsum(sizes).tolist()
     chunks = []
     first, done = 0, 0
-    while first < sizes.size:
-        end = int(np.searchsorted(ends, done + most, side="right"))
+    while first < len(ends):
+        end = bisect_right(ends, done + most, first)
         end = min(max(end, first + 1), first + CHUNK_PIECES)
-        chunks.append((first, end, int(ends[end - 1]) - done))
-        first, done = end, int(ends[end - 1])
+        chunks.append((first, end, ends[end - 1] - done))
+        first, done = end, ends[end - 1]
     return chunks

@@ -53,20 +53,25 @@ class Player:
 
 
 class AgentMachine(RuleBasedStateMachine):
-    """The agent with a pool of 64 pages, a budget of 32, 20 an instance."""
+    """The agent with a pool of 64 pages, a budget of 32, 20 an instance; engines are of these cache namespaces."""
+
+    namespaces: tuple[str, ...] = ("",)
+    pool = "1MiB"
+    percent = 12  # 30 pages
 
     def __init__(self) -> None:
         super().__init__()
         self.folder = tempfile.TemporaryDirectory()
         self.world = World(
             Path(self.folder.name),
-            pool="1MiB",
+            pool=self.pool,
             arena="1MiB",
-            query_budget_percent=12,  # 30 pages
+            query_budget_percent=self.percent,
             instance_budget=20 * PAGE,
             max_session_queries=3,
             max_queries=5,
             max_restores_per_device=2,
+            cache_namespaces={name: {} for name in self.namespaces},
         )
         self.players: list[Player] = []
         self.ghosts: list[tuple[object, list[Places]]] = []
@@ -83,7 +88,9 @@ class AgentMachine(RuleBasedStateMachine):
     @rule()
     def join(self) -> None:
         self.names += 1
-        self.players.append(Player(self.world.engine(instance=Instance(f"engine{self.names}", "1"))))
+        namespace = self.namespaces[self.names % len(self.namespaces)]
+        instance = Instance(f"engine{self.names}", "1")
+        self.players.append(Player(self.world.engine(namespace=namespace, instance=instance)))
 
     @precondition(lambda self: self.players)
     @rule(number=st.integers(0, 3), way=st.sampled_from(Way))
@@ -326,8 +333,27 @@ def _places(pages: list[PagePlaces]) -> Places:
     return frozenset(found)
 
 
+class TenantsMachine(AgentMachine):
+    """The same with two tenants, one of which has two cache namespaces; each of the three has memory of its own."""
+
+    namespaces = ("a/one", "b/one", "a/two")
+    pool = "4MiB"
+    percent = 3
+
+    @invariant()
+    def shares_agree(self) -> None:
+        queries = self.world.agent.queries
+        of_bytes, of_places = queries.budget._shares._of, queries._turns._places._shares._of
+        assert sum(of_bytes.values()) == queries.budget.reserved
+        assert sum(of_places.values()) == queries.outstanding - queries.unadmitted
+        assert {*of_bytes, *of_places} <= {"a", "b"}
+        there = {each.tenant for each in self.world.agent.instances}
+        assert self.world.agent.instances.of_several_tenants() == (len(there) > 1)
+
+
 TestAgentMachine = AgentMachine.TestCase
-TestAgentMachine.settings = settings(
+TestTenantsMachine = TenantsMachine.TestCase
+TestAgentMachine.settings = TestTenantsMachine.settings = settings(
     max_examples=40,
     stateful_step_count=50,
     deadline=None,

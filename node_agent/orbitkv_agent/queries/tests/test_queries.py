@@ -324,6 +324,71 @@ def test_a_lost_session_leaves_its_turn_to_others(tmp_path: Path) -> None:
         assert isinstance(third.control.poll(100), Ready)
 
 
+TWO_TENANTS: dict[str, Any] = {"cache_namespaces": {"a/one": {}, "a/two": {}, "b/one": {}}}
+
+
+@pytest.mark.guard("tenants-share")
+def test_a_tenant_that_leases_all_it_can_leaves_bytes_to_others(tmp_path: Path) -> None:
+    """Also with several engines in several cache namespaces, and with queries of others that wait for its bytes."""
+    with World(tmp_path, query_budget_percent=2, **TWO_TENANTS) as world:  # 20 pages
+        other = world.engine(namespace="b/one")
+        other.save(hashes(*range(5)))
+        greedy = [world.engine(namespace=f"a/{name}") for name in ("one", "two")]
+        for engine in greedy:
+            engine.save(hashes(*range(5)))
+        held = [engine.ready(hashes(*range(5))) for engine in greedy]
+        waiting = [engine.query(hashes(1), operation=100, max_wait_ms=1000) for engine in greedy]
+        assert all(isinstance(each, Loading) and each.admitted for each in waiting)
+        assert greedy[0].query(hashes(2), max_wait_ms=0) == Nothing("budget")
+        for _ in range(3):
+            lease = other.ready(hashes(*range(5)), max_wait_ms=0)
+            other.control.release(*lease.leases)
+        world.advance(1.1)
+        assert [engine.control.poll(100) for engine in greedy] == [Nothing("budget")] * 2
+        greedy[0].control.release(*held[0].leases)
+        assert isinstance(greedy[1].query(hashes(*range(5)), max_wait_ms=0), Ready)
+
+
+@pytest.mark.guard("tenants-share")
+def test_a_tenant_that_asks_all_it_can_leaves_places_to_others(tmp_path: Path) -> None:
+    with World(tmp_path, max_session_queries=4, max_queries=8, **TWO_TENANTS) as world:
+        other = world.engine(namespace="b/one")
+        other.save(hashes(1))
+        greedy = [world.engine(namespace="a/one", instance=Instance(f"e{number}", "1")) for number in range(3)]
+        greedy[0].save(hashes(1))
+        held = [engine.ready(hashes(1)) for engine in greedy[:2] for _ in range(2)]
+        for engine in greedy:
+            loading = engine.query(hashes(1), operation=100)
+            assert isinstance(loading, Loading) and not loading.admitted
+        lease = other.ready(hashes(1), max_wait_ms=0)
+        other.control.release(*lease.leases)
+        greedy[0].control.release(*held[0].leases)
+        assert isinstance(greedy[0].control.poll(100), Ready), "the oldest of its tenant has its turn"
+        assert isinstance(greedy[1].control.poll(100), Loading)
+
+
+def test_the_older_query_of_a_tenant_is_answered_first_while_there_are_others(tmp_path: Path) -> None:
+    with World(tmp_path, query_budget_percent=2, **TWO_TENANTS) as world:
+        first, second = (world.engine(namespace="a/one", instance=Instance(f"e{number}", "1")) for number in range(2))
+        world.engine(namespace="b/one")
+        first.save(hashes(*range(10)))
+        held = first.ready(hashes(*range(6)))
+        assert isinstance(first.query(hashes(*range(8)), operation=100), Loading)
+        assert isinstance(second.query(hashes(1), operation=100), Loading), "it fits, but is younger"
+        first.control.release(*held.leases)
+        assert isinstance(first.control.poll(100), Ready)
+        assert isinstance(second.control.poll(100), Ready)
+
+
+def test_a_tenant_that_is_alone_again_has_everything(tmp_path: Path) -> None:
+    with World(tmp_path, query_budget_percent=2, **TWO_TENANTS) as world:
+        engine, other = world.engine(namespace="a/one"), world.engine(namespace="b/one")
+        engine.save(hashes(*range(20)))
+        assert engine.query(hashes(*range(11))) == Nothing("oversized")
+        other.close()
+        assert isinstance(engine.query(hashes(*range(20))), Ready)
+
+
 def test_operations_of_a_session_are_limited(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("orbitkv_agent.queries.service.MAX_OPERATIONS", 2)
     engine.save(hashes(1))

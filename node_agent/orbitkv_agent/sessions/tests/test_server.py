@@ -10,6 +10,7 @@ import os
 import socket
 import stat
 import threading
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -48,7 +49,7 @@ from orbitkv_agent.sessions import dispatch, server
 from orbitkv_agent.sessions.errors import Refused
 from orbitkv_agent.sessions.peers import peer_of
 from orbitkv_agent.sessions.server import SocketTakenError
-from orbitkv_agent.sessions.session import MAX_WAITING_BYTES, SessionState
+from orbitkv_agent.sessions.session import MAX_WAITING_BYTES, Session, SessionState
 from orbitkv_agent.tests.harness import INSTANCE, Client, World, hashes, ints, save_request
 from orbitkv_agent.transfers.saves import SAVE_BYTES
 
@@ -327,6 +328,16 @@ def test_a_truncated_frame_ends_with_its_connection(world: World) -> None:
     client.socket.sendall(bytes(framing.encode(Ping(), 1))[:-1])
     client.drop()
     assert world.client().call(Ping(), Pong).ok
+
+
+def test_who_stops_in_the_middle_of_a_frame_is_told_so(world: World) -> None:
+    client = world.client()
+    client.socket.sendall(bytes(framing.encode(Ping(), 1))[:-1])
+    client.socket.shutdown(socket.SHUT_WR)
+    world.until(client.closed)
+    refusal = client.replies[0]
+    assert isinstance(refusal, Refusal) and refusal.message.startswith("bad-frame: "), refusal
+    assert world.agent.counters.session_rejections["bad-frame"] == 1
 
 
 def test_who_stops_reading_is_closed_and_others_are_served(world: World, caplog: pytest.LogCaptureFixture) -> None:
@@ -738,6 +749,40 @@ def test_a_few_large_requests_leave_a_turn_to_the_others(world: World, monkeypat
     assert len(served) < 10
     world.until(lambda: len(served) == 10)
     assert served == list(range(1, 11))
+
+
+@pytest.mark.guard("tenants-turns")
+def test_a_tenant_with_many_sessions_is_served_no_more_than_one_with_a_single_session(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And its sessions alike. Each request takes 0.3 ms: a session's turn is two of them, a tenant's round four."""
+    with World(tmp_path, cache_namespaces={"a/one": {}, "a/two": {}, "b/one": {}}) as world:
+        crowd = [world.client(f"a/{name}") for name in ("one", "two") for _ in range(10)]
+        other = world.client("b/one")
+        served: Counter[Session] = Counter()
+        frame = world.agent.server.frame
+
+        def slowly(session: Session, sequence: int, body: Any) -> None:
+            frame(session, sequence, body)
+            served[session] += 1
+            world.clock.now += 0.0003
+
+        monkeypatch.setattr(world.agent.server, "frame", slowly)
+        for each in crowd:
+            each.socket.sendall(b"".join(framing.encode(Ping(), number) for number in range(1000, 1020)))
+        for _ in range(40):
+            before = served.total()
+            number = other.post(Ping())
+            world.agent.loop.run_once(0)
+            other.read()
+            assert number in other.replies
+            assert served.total() - before <= 1 + 4 + 2, "a round of direct turns, and one that had waited"
+        counts = [served[each.session] for each in crowd]
+        assert max(counts) - min(counts) <= 4, f"they have turns alike: {counts}"
+        world.until(lambda: served.total() == 40 + 20 * 20)
+        for each in crowd:
+            each.read()
+            assert [number for number in each.replies if number >= 1000] == list(range(1000, 1020))
 
 
 def test_what_came_before_an_exit_is_served_in_order(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 import os
 
 from orbitkv.protocol.permit import Withdrawal
-from orbitkv.protocol.records import RecordWriter
+from orbitkv.protocol.records import RecordState, RecordWriter
 from orbitkv_agent.transfers.progress import CopyProgress
 
 
@@ -9,7 +9,7 @@ def test_no_chunk_is_handed_over_for_a_session_that_is_over_and_its_permit_can_b
     records = RecordWriter()
     ref = records.open()
     assert ref is not None
-    progress = CopyProgress(records, ref)
+    progress = CopyProgress(records, ref, RecordState.DONE)
     shared = records.permit.share()
     records.hold()
     records.destroy()

@@ -34,11 +34,12 @@ for folder, arch, layers, seed in zip(*[iter(sys.argv[1:])] * 4):
 
 
 class Models(NamedTuple):
-    """Folders. `other` has the shape of `llama` and other weights; `gemma` has sliding-window layers."""
+    """Folders. `other` has the shape of `llama` and other weights; `gemma` has sliding windows, `deepseek` MLA."""
 
     llama: Path
     other: Path
     gemma: Path
+    deepseek: Path
 
 
 class Pair(NamedTuple):
@@ -63,10 +64,11 @@ def make_models(folder: Path) -> Models:
     folder."""
     shared = os.environ.get(MODELS)
     folder = Path(shared) if shared else folder
-    models = Models(folder / "llama", folder / "other", folder / "gemma")
+    models = Models(folder / "llama", folder / "other", folder / "gemma", folder / "deepseek")
     if shared:
         return models
-    arguments = [models.llama, "llama", 2, 0, models.other, "llama", 2, 1, models.gemma, "gemma3", 4, 0]
+    arguments = [models.llama, "llama", 2, 0, models.other, "llama", 2, 1]
+    arguments += [models.gemma, "gemma3", 4, 0, models.deepseek, "deepseek", 2, 0]
     command = [engine_python(), "-c", MAKE, *map(str, arguments)]
     subprocess.run(command, env=engine_environment(), cwd=ROOT, check=True, capture_output=True)
     return models

@@ -24,12 +24,12 @@ class FakeGpu:
     """See the module; the interface is `orbitkv.cuda.Driver`.
 
     Attributes:
-        batches, words: as a driver's.
+        batches, words, busy: as a driver's.
         contexts: number of contexts made, by GPU.
         mapped: how often each allocation is mapped by an importer.
         pinned: size of each pinned piece of host memory, by address.
         calls: number of pieces of each call of `copy`, in order.
-        streams: the stream of each of these calls.
+        threads: the name of the thread that made each of these calls.
         refuse: code with which the next copies fail, 0 for none.
         broken: waiting fails, as on a GPU that is lost.
         compute_mode: of all GPUs; in any but "default" no second process gets a context.
@@ -42,12 +42,13 @@ class FakeGpu:
     def __init__(self, gpus: int = 1) -> None:
         self.batches = True
         self.words = True
+        self.busy = False
         self.contexts: Counter[int] = Counter()
         self.mapped: Counter[int] = Counter()
         self.of_namesakes: set[int] = set()  # memory of processes with this one's number, in containers of their own
         self.pinned: dict[int, int] = {}
         self.calls: list[int] = []
-        self.streams: list[int] = []
+        self.threads: list[str] = []
         self.refuse = 0
         self.broken = False
         self.compute_mode = "default"
@@ -252,7 +253,7 @@ class FakeGpu:
         work.copies = True  # type: ignore[attr-defined]
         with self._changed:
             self.calls.append(len(pieces))
-            self.streams.append(stream)
+            self.threads.append(threading.current_thread().name)
             self._streams[stream].append(work)
             self._run(stream)
 

@@ -71,9 +71,7 @@ def pinned_for_pages(gpu: FakeGpu) -> int:
 
 def all_is_pinned(world: World, gpu: FakeGpu) -> None:
     """Wait until no memory is being pinned any more."""
-    device = world.agent.device
-    assert isinstance(device, CudaDevice)
-    world.until(lambda: pinned_for_pages(gpu) == world.config.pool_bytes and not device.pinned.busy)
+    world.until(lambda: pinned_for_pages(gpu) == world.config.pool_bytes)
 
 
 def message(gpu: FakeGpu, kv: np.ndarray[Any, Any], **changes: Any) -> Register:
@@ -130,7 +128,7 @@ class CudaEngine:
         plan = self.submit(names, blocks)
         self.world.until(lambda: self.state(plan.record) is RecordState.SETTLED)
         self.worker.commit(plan)
-        assert self.state(plan.record) is RecordState.DONE
+        self.world.until(lambda: self.state(plan.record) is RecordState.DONE)
         return plan
 
     def submit(self, names: bytes, blocks: list[int]) -> SavePlan:
@@ -318,50 +316,78 @@ def test_the_gpu_tells_the_end_of_a_restore_before_any_thread_of_the_agent_does(
     world.until(lambda: not len(world.agent.restores))
 
 
-def test_small_restores_go_at_once_unless_others_are_on_their_way(
-    engine: CudaEngine, gpu: FakeGpu, world: World, monkeypatch: pytest.MonkeyPatch
+def test_a_copy_that_can_begin_is_handed_over_by_the_owner_thread(
+    engine: CudaEngine, gpu: FakeGpu, world: World
 ) -> None:
     names = hashes(*range(1, 5))
+    before = len(gpu.calls)
     engine.save(names, [1, 2, 3, 4])
-    all_is_pinned(world, gpu)
-    before = len(gpu.streams)
-    gpu.hold()
-    engine.start(hashes(1), [40])
-    assert len(gpu.streams) == before + 1, "the owner thread itself submitted it"
-    express = gpu.streams[-1]
-    monkeypatch.setattr("orbitkv_agent.devices.cuda.express.PLAN_PAGES", 3)
-    engine.start(names, [20, 23, 26, 29])
-    world.until(lambda: len(gpu.streams) == before + 2)
-    assert gpu.streams[-1] != express, "it is not small"
-    engine.start(hashes(2), [41])
-    world.until(lambda: len(gpu.streams) == before + 3)
-    assert gpu.streams[-1] == gpu.streams[-2], "beside a lane at work the GPU would leave it waiting"
-    gpu.release()
+    plan = engine.start(names, [20, 23, 26, 29])
+    world.until(lambda: engine.state(plan.record) is RecordState.DONE)
+    assert gpu.threads[before:] == [threading.current_thread().name] * 2
     world.until(lambda: not len(world.agent.restores))
-    engine.start(hashes(2), [42])
-    assert gpu.streams[-1] == express
-    world.until(lambda: not len(world.agent.restores))
-    assert (engine.kv[42] == engine.kv[2]).all()
+    assert (engine.kv[[20, 23, 26, 29]] == engine.kv[[1, 2, 3, 4]]).all()
 
 
-def test_nothing_is_submitted_by_the_owner_thread_while_the_driver_may_make_it_wait(
+def test_nothing_is_handed_over_by_the_owner_thread_while_the_driver_may_make_it_wait(
     engine: CudaEngine, gpu: FakeGpu, world: World
 ) -> None:
     engine.save(hashes(1), [5])
-    all_is_pinned(world, gpu)
-    engine.start(hashes(1), [20])
-    express = gpu.streams[-1]
-    world.until(lambda: not len(world.agent.restores))
-    device = world.agent.device
-    assert isinstance(device, CudaDevice)
-    device.pinned.busy = True
+    gpu.busy = True
     engine.start(hashes(1), [21])
     world.until(lambda: not len(world.agent.restores))
-    assert gpu.streams[-1] != express
-    device.pinned.busy = False
+    assert gpu.threads[-1] == "orbitkv-gpu0-restores"
+    gpu.busy = False
     engine.start(hashes(1), [22])
-    assert gpu.streams[-1] == express
+    assert gpu.threads[-1] == threading.current_thread().name
     world.until(lambda: not len(world.agent.restores))
+
+
+def test_while_more_is_to_be_handed_over_the_loop_leaves_lanes_the_interpreter(
+    engine: CudaEngine, gpu: FakeGpu, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = hashes(*range(10))
+    engine.save(names, list(range(10)))
+    lane = next(iter(world.agent.device._gpus.values())).restores  # type: ignore[attr-defined]
+    monkeypatch.setattr(lane, "_chunk_bytes", 2 * PAGE)
+    gpu.hold()
+    engine.start(names[:32], [20])
+    assert not world.agent.loop.crowded(), "all of it is with the GPU"
+    engine.start(names, list(range(30, 50, 2)))
+    assert world.agent.loop.crowded()
+    gpu.release()
+    world.until(lambda: not len(world.agent.restores))
+    assert not world.agent.loop.crowded()
+
+
+def test_a_commit_of_what_the_gpu_says_is_copied_waits_for_the_agent_to_know(
+    engine: CudaEngine, gpu: FakeGpu, world: World
+) -> None:
+    gpu.hold()
+    plan = engine.submit(hashes(1), [5])
+    with gpu.unobserved():
+        gpu.release()
+        assert engine.state(plan.record) is RecordState.SETTLED
+        engine.worker.commit(plan)
+        assert engine.state(plan.record) is RecordState.SETTLED, "its slot is not free before the copy is over for all"
+        assert len(world.agent.saves) == 1
+    world.until(lambda: engine.state(plan.record) is RecordState.DONE)
+    assert engine.control.ready(hashes(1), operation=51).leases
+
+
+def test_a_committed_save_becomes_visible_though_its_engine_leaves(
+    engine: CudaEngine, gpu: FakeGpu, world: World
+) -> None:
+    gpu.hold()
+    plan = engine.submit(hashes(1), [5])
+    with gpu.unobserved():
+        gpu.release()
+        engine.worker.commit(plan)
+        session = engine.worker.session
+        engine.worker.drop()
+        assert session in world.agent.server.sessions
+    world.until(lambda: session not in world.agent.server.sessions)
+    assert world.agent.counters.save_bytes == PAGE
 
 
 def test_where_gpus_write_no_words_the_agent_tells_the_end(tmp_path: Path, gpu: FakeGpu) -> None:
@@ -533,7 +559,7 @@ def test_a_gpu_in_exclusive_process_mode_is_refused_by_name(tmp_path: Path, gpu:
 def test_a_gpu_that_has_no_room_for_a_stream_is_tried_again_by_the_next_registration(
     tmp_path: Path, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    room, make = [2], gpu.make_stream
+    room, make = [1], gpu.make_stream
 
     def make_while_there_is_room() -> int:
         if not room[0]:

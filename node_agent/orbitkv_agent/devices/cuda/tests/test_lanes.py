@@ -1,9 +1,11 @@
-"""Lanes and the express: whose chunk goes next, and when a copy has ended."""
+"""Lanes: whose chunk goes next, by which thread, and when a copy has ended."""
 
 from __future__ import annotations
 
 import contextlib
 import queue
+import random
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,17 +13,18 @@ from typing import Any
 import numpy as np
 import pytest
 
+from orbitkv.cuda import CudaError
 from orbitkv_agent.devices.base import Word
 from orbitkv_agent.devices.cuda import lanes
-from orbitkv_agent.devices.cuda.express import IN_FLIGHT, Express
 from orbitkv_agent.devices.cuda.geometry import GroupPlaces
 from orbitkv_agent.devices.cuda.lanes import CHUNKS_IN_FLIGHT, FIRST_PAGES, CopyJob, Lane
-from orbitkv_agent.devices.cuda.plans import PagesOfGroup
+from orbitkv_agent.devices.cuda.plans import CHUNK_BYTES, PagesOfGroup
 from orbitkv_agent.devices.cuda.tests.fake_gpu import FakeGpu
 
 PAGE = 1 << 20
-CHUNK = 28
+CHUNK = CHUNK_BYTES // PAGE
 """Pages in a chunk."""
+OWNER = threading.current_thread().name
 
 
 class Said:
@@ -57,8 +60,8 @@ class Bench:
     def __init__(self) -> None:
         self.gpu = FakeGpu()
         self.gpu.set_current(1000)
-        self.engine = self.gpu.allocate(240 * PAGE)
-        self.host = np.zeros(240 * PAGE, np.uint8)
+        self.engine = self.gpu.allocate(400 * PAGE)
+        self.host = np.zeros(400 * PAGE, np.uint8)
         self.gpu.pin(self.host.ctypes.data, self.host.nbytes)
         self.mail: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.ended: list[tuple[str, str]] = []
@@ -67,7 +70,6 @@ class Bench:
         base = np.array([self.engine.ctypes.data], np.int64)
         self.places = GroupPlaces(base, one + PAGE, one + PAGE, one, PAGE, base, (base, one + PAGE, one + PAGE, one))
         self.lane = Lane(self.gpu, 1000, "lane", to_device=True, post=self.mail.put, lost=self.lost.append)
-        self.express = Express(self.gpu, 1000, "express", post=self.mail.put, lost=self.lost.append)
         self.word = np.zeros(2, np.uint64)
         self.gpu.pin(self.word.ctypes.data, 16)
 
@@ -82,10 +84,10 @@ class Bench:
         group = PagesOfGroup(self.places, blocks, slots, np.zeros(pages, np.bool_))
         return CopyJob([group], lambda error: self.ended.append((name, error)), progress=said)
 
-    def job(self, name: str, pages: int, first: int = 0, said: Said | None = None) -> CopyJob:
+    def job(self, name: str, pages: int, first: int = 0, said: Said | None = None, *, at_once: bool = False) -> CopyJob:
         """Submit such a copy."""
         job = self.copy(name, pages, first, said)
-        self.lane.submit(job)
+        self.lane.submit(job, at_once=at_once)
         return job
 
     def until(self, condition: Callable[[], object]) -> None:
@@ -104,7 +106,6 @@ def bench() -> Iterator[Bench]:
     bench.gpu.broken = False
     bench.gpu.release()
     bench.lane.close()
-    bench.express.close()
 
 
 def test_a_small_restore_overtakes_a_large_one(bench: Bench) -> None:
@@ -115,7 +116,6 @@ def test_a_small_restore_overtakes_a_large_one(bench: Bench) -> None:
     bench.gpu.release()
     bench.until(lambda: len(bench.ended) == 2)
     assert bench.ended == [("small", ""), ("large", "")]
-    assert not bench.lane.copies
     # The small one went as the next or the one after.
     assert bench.gpu.calls.index(8) <= CHUNKS_IN_FLIGHT + 1
 
@@ -196,6 +196,7 @@ def test_a_copy_that_is_planned_piece_by_piece_is_whole(bench: Bench, monkeypatc
 
 
 def test_pages_are_planned_by_whole_chunks(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lanes, "FIRST_PAGES", CHUNK + 5)
     monkeypatch.setattr(lanes, "PLAN_PAGES", 2 * CHUNK + 5)
     bench.job("many", 6 * CHUNK + 3)
     bench.until(lambda: bench.ended)
@@ -233,7 +234,7 @@ def test_of_a_copy_that_is_not_wanted_any_more_no_chunk_is_handed_over(bench: Be
     said.wanted = False
     small = bench.says(8)
     small.wanted = False
-    assert bench.express.take(bench.copy("small", 8, 200, said=small)), "it ends there"
+    bench.job("small", 8, 6 * CHUNK, said=small)
     bench.gpu.release()
     bench.until(lambda: len(bench.ended) == 2)
     assert all("took it back" in error for _, error in bench.ended)
@@ -244,62 +245,151 @@ def test_of_a_copy_that_is_not_wanted_any_more_no_chunk_is_handed_over(bench: Be
 def test_a_copy_of_which_a_chunk_was_refused_has_no_word(bench: Bench) -> None:
     bench.gpu.refuse = 1
     bench.job("bad", CHUNK, said=bench.says(7))
-    assert bench.express.take(bench.copy("bad too", 8, said=bench.says(8)))
+    bench.job("bad too", 8, said=bench.says(8), at_once=True)
     bench.until(lambda: len(bench.ended) == 2)
     assert all("CUDA_ERROR_INVALID_VALUE" in error for _, error in bench.ended)
     assert bench.word[0] == 0
 
 
-def test_the_express_hands_a_copy_to_the_gpu_at_once(bench: Bench) -> None:
+def test_a_copy_for_which_there_is_room_is_handed_over_by_the_owner_itself(bench: Bench) -> None:
     bench.gpu.hold()
-    assert bench.express.take(bench.copy("small", 8, said=bench.says(7)))
-    assert bench.gpu.calls == [8]
+    bench.job("small", 8, said=bench.says(7), at_once=True)
+    assert (bench.gpu.calls, bench.gpu.threads) == ([8], [OWNER])
     bench.gpu.release()
     bench.until(lambda: bench.ended)
     assert bench.ended == [("small", "")] and bench.word[0] == 7
 
 
-def test_the_express_takes_small_copies_only_and_few_at_a_time(bench: Bench) -> None:
+def test_of_a_large_copy_the_owner_hands_over_one_chunk(bench: Bench) -> None:
     bench.gpu.hold()
-    assert not bench.express.take(bench.copy("nothing", 0))
-    large = bench.copy("large", 37)
-    assert not bench.express.take(large)
-    for i in range(IN_FLIGHT):
-        assert bench.express.take(bench.copy(f"small{i}", 2, first=2 * i + 100))
-    late = bench.copy("late", 2, first=150)
-    assert not bench.express.take(late)
-    bench.lane.submit(large)
-    bench.lane.submit(late)
+    bench.job("large", 6 * CHUNK, at_once=True)
+    bench.until(lambda: len(bench.gpu.calls) == CHUNKS_IN_FLIGHT)
+    assert bench.gpu.threads == [OWNER, "lane"]
+    bench.job("small", 8, first=6 * CHUNK, at_once=True)
+    assert len(bench.gpu.calls) == CHUNKS_IN_FLIGHT, "there is no room"
     bench.gpu.release()
-    bench.until(lambda: len(bench.ended) == IN_FLIGHT + 2)
-    assert all(not error for _, error in bench.ended)
-    assert bench.express.take(bench.copy("next", 2)), "there is room again"
-    bench.until(lambda: bench.ended[-1] == ("next", ""))
+    bench.until(lambda: len(bench.ended) == 2)
+    assert set(bench.gpu.threads[1:]) == {"lane"}
 
 
-def test_a_copy_in_more_pieces_than_one_call_takes_is_left_to_a_lane_whole(
+def test_of_a_copy_that_begins_with_little_the_owner_hands_over_more(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The GPU is not to have done all of it before the lane's thread has got the interpreter."""
+    monkeypatch.setattr(lanes, "FIRST_PAGES", 8)
+    monkeypatch.setattr(lanes, "PLAN_PAGES", 24)
+    bench.gpu.hold()
+    bench.job("large", 6 * CHUNK, at_once=True)
+    bench.until(lambda: len(bench.gpu.calls) == 3)
+    assert bench.gpu.calls == [8, 24, 24]
+    assert bench.gpu.threads == [OWNER, OWNER, "lane"]
+
+
+def test_a_copy_that_comes_while_the_last_chunk_runs_does_not_wait_for_its_end(bench: Bench) -> None:
+    bench.gpu.hold()
+    bench.job("first", 8)
+    bench.until(lambda: bench.gpu.calls)
+    time.sleep(0.05)  # the lane's thread waits for the end of it
+    bench.job("second", 8, first=8, at_once=True)
+    assert bench.gpu.threads == ["lane", OWNER]
+    bench.gpu.release()
+    bench.until(lambda: len(bench.ended) == 2)
+
+
+def test_the_owner_does_not_wait_while_the_driver_makes_the_lanes_thread_wait(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered, go, copy = threading.Event(), threading.Event(), bench.gpu.copy
+
+    def slow(*arguments: Any, **more: Any) -> None:
+        entered.set()
+        assert go.wait(10)
+        copy(*arguments, **more)
+
+    monkeypatch.setattr(bench.gpu, "copy", slow)
+    bench.job("first", 8)
+    assert entered.wait(10)
+    start = time.monotonic()
+    for number in range(3):
+        bench.job(f"next {number}", 2, first=8 + 2 * number, at_once=True)
+    assert time.monotonic() - start < 5 and bench.lane.waits
+    go.set()
+    bench.until(lambda: len(bench.ended) == 4)
+    assert not any(error for _, error in bench.ended)
+    assert set(bench.gpu.threads) == {"lane"}, "who hands over looks again before he stops"
+
+
+def test_the_lanes_thread_leaves_it_to_the_owner_that_hands_over_and_is_told_when_that_stops(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy, slow = bench.gpu.copy, threading.Event()
+
+    def copy_slowly(*arguments: Any, **more: Any) -> None:
+        if not slow.is_set():
+            slow.set()
+            with bench.lane._lock:
+                bench.lane._changed.notify()
+            time.sleep(0.05)  # the lane's thread comes meanwhile
+        copy(*arguments, **more)
+
+    monkeypatch.setattr(bench.gpu, "copy", copy_slowly)
+    bench.job("large", 5 * CHUNK, at_once=True)
+    bench.until(lambda: bench.ended)
+    assert bench.ended == [("large", "")]
+    assert bench.gpu.threads[0] == OWNER and sum(bench.gpu.calls) == 5 * CHUNK
+
+
+def test_the_next_copy_after_a_large_one_by_itself_goes_first_if_it_is_smaller(bench: Bench) -> None:
+    """A copy that was alone has used up no turn of others."""
+    for chunks in (3, 4):
+        bench.gpu.hold()
+        before = len(bench.gpu.calls)
+        bench.job("large", chunks * CHUNK)
+        bench.until(lambda before=before: len(bench.gpu.calls) == before + CHUNKS_IN_FLIGHT)  # type: ignore[misc]
+        bench.job("small", 8, first=5 * CHUNK)
+        time.sleep(0.02)
+        bench.gpu.release()
+        bench.until(lambda: len(bench.ended) == 2)
+        assert bench.gpu.calls[before + CHUNKS_IN_FLIGHT] == 8
+        bench.ended.clear()
+
+
+def test_small_pieces_of_several_groups_are_one_chunk(bench: Bench) -> None:
+    job = CopyJob(
+        [*bench.copy("", 3)._groups, *bench.copy("", 4, first=10)._groups],
+        lambda error: bench.ended.append(("both", error)),
+    )
+    bench.lane.submit(job, at_once=True)
+    assert bench.gpu.calls == [7]
+    bench.until(lambda: bench.ended)
+
+
+def test_pieces_beyond_what_one_call_takes_go_in_the_next(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("orbitkv_agent.devices.cuda.plans.CHUNK_PIECES", 4)
     bench.host[:] = bench.gpu.allocate(bench.host.nbytes)
-    many = bench.copy("many", 10)
-    assert not bench.express.take(many)
-    bench.lane.submit(many)
+    bench.job("many", 10, at_once=True)
     bench.until(lambda: bench.ended)
     assert bench.ended == [("many", "")] and bench.gpu.calls == [4, 4, 2]
     assert (bench.engine.reshape(-1, PAGE)[:10][::-1] == bench.host.reshape(-1, PAGE)[:10]).all()
 
 
-def test_a_gpu_that_fails_under_the_express_proves_no_end(bench: Bench) -> None:
+def test_a_gpu_that_fails_under_the_owner_proves_no_end(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(event: int, stream: int) -> None:
+        raise CudaError("cuEventRecord", 700, "CUDA_ERROR_ILLEGAL_ADDRESS", "the GPU is lost")
+
     bench.gpu.hold()
-    assert bench.express.take(bench.copy("uncertain", 8, said=bench.says(7)))
-    bench.gpu.broken = True
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.gpu, "record", fail)
+        bench.job("uncertain", 8, at_once=True)
     bench.until(lambda: bench.lost)
-    assert not bench.ended and bench.word[0] == 0
+    bench.job("later", 8, first=8, at_once=True)
+    time.sleep(0.05)
+    assert not bench.ended and bench.gpu.calls == [8], "nothing more is handed over"
+    bench.gpu.release()
 
 
 @pytest.mark.parametrize(
-    ("plan_pages", "chunks"), [(lanes.PLAN_PAGES, [72, 72, 56]), (100, [FIRST_PAGES, 72, 72, 24])], ids=["one", "many"]
+    ("plan_pages", "chunks"), [(lanes.PLAN_PAGES, [72, 72, 56]), (100, [FIRST_PAGES, 72, 64])], ids=["one", "many"]
 )
 def test_saves_go_in_larger_chunks_because_nobody_waits_behind_them(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, plan_pages: int, chunks: list[int]
@@ -313,3 +403,57 @@ def test_saves_go_in_larger_chunks_because_nobody_waits_behind_them(
     lane.close()
     assert bench.gpu.calls == chunks
     assert (bench.host.reshape(-1, PAGE)[:200] == bench.engine.reshape(-1, PAGE)[:200][::-1]).all()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_every_copy_ends_once_and_whole_unless_it_is_given_up(seed: int) -> None:
+    """Copies of all sizes, given by the owner whatever the lane's thread does, on a GPU that stands still at times."""
+    chance = random.Random(seed)
+    page, pages = 1 << 12, 400
+    gpu = FakeGpu()
+    gpu.set_current(1000)
+    engine, host = gpu.allocate(pages * page), np.zeros(pages * page, np.uint8)
+    gpu.pin(host.ctypes.data, host.nbytes)
+    one, base = np.array([0], np.int64), np.array([engine.ctypes.data], np.int64)
+    places = GroupPlaces(base, one + page, one + page, one, page, base, (base, one + page, one + page, one))
+    mail: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+    lane = Lane(gpu, 1000, "lane", to_device=False, post=mail.put, lost=pytest.fail)
+    lane._chunk_bytes = 6 * page
+    ended: dict[int, str] = {}
+    given_up: set[int] = set()
+    jobs: list[CopyJob] = []
+
+    def over(number: int, error: str) -> None:
+        assert number not in ended
+        ended[number] = error
+
+    slots = list(range(pages))
+    chance.shuffle(slots)
+    number = 0
+    while slots:
+        taken = np.array([slots.pop() for _ in range(min(len(slots), chance.choice((1, 2, 7, 40))))], np.int64)
+        group = PagesOfGroup(places, taken, host.ctypes.data + taken * page, np.zeros(taken.size, np.bool_))
+        jobs.append(CopyJob([group], lambda error, number=number: over(number, error)))  # type: ignore[misc]
+        lane.submit(jobs[-1], at_once=chance.random() < 0.7)
+        number += 1
+        if chance.random() < 0.2:
+            gpu.hold()
+        if chance.random() < 0.2:
+            given_up.add(number - 1)
+            jobs[-1].abandon()
+        if chance.random() < 0.3:
+            gpu.release()
+            time.sleep(chance.random() * 1e-3)
+    gpu.release()
+    deadline = time.monotonic() + 10
+    while len(ended) < number:
+        assert time.monotonic() < deadline, f"{number - len(ended)} copies have not ended"
+        with contextlib.suppress(queue.Empty):
+            mail.get(timeout=0.01)()
+    lane.close()
+    for index, job in enumerate(jobs):
+        assert not ended[index] or index in given_up
+        if not ended[index]:
+            blocks = np.concatenate([group.blocks for group in job._groups])
+            assert (host.reshape(-1, page)[blocks] == engine.reshape(-1, page)[blocks]).all()
+    assert not lane.waits

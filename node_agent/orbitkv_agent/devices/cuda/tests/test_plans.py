@@ -133,8 +133,8 @@ def test_blocks_of_neighbouring_allocations_are_never_one_piece() -> None:
     assert plan.sizes.tolist() == [4096, 4096]
 
 
-@pytest.mark.parametrize(("pages", "size", "most"), [(100, 36 * 65536, 12), (1000, 16384, 256), (40, 1 << 20, 28)])
-def test_a_chunk_has_at_most_28_mib_and_256_pieces(pages: int, size: int, most: int) -> None:
+@pytest.mark.parametrize(("pages", "size", "most"), [(100, 36 * 65536, 24), (1000, 16384, 256), (60, 1 << 20, 54)])
+def test_a_chunk_has_at_most_54_mib_and_256_pieces(pages: int, size: int, most: int) -> None:
     geometry = layout("block-outermost", 1, 2 * pages, size)
     places = group_places(geometry, addresses(geometry))
     blocks = np.arange(pages) * 2  # no neighbours
@@ -151,8 +151,8 @@ def test_a_piece_larger_than_a_chunk_is_cut() -> None:
     places = group_places(geometry, addresses(geometry))
     pages = HOST + np.arange(20, dtype=np.int64) * (4 << 20)
     plan = plan_copy([PagesOfGroup(places, np.arange(20), pages, np.zeros(20, np.bool_))])
-    assert plan.sizes.tolist() == [28 << 20, 28 << 20, 24 << 20]
-    assert len(plan.chunks) == 3
+    assert plan.sizes.tolist() == [54 << 20, 26 << 20]
+    assert len(plan.chunks) == 2
 
 
 @pytest.mark.parametrize("kind", KINDS)
