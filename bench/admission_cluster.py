@@ -36,6 +36,8 @@ NODES: Final = int(os.environ.get("ORBITKV_BENCH_NODES", "1000"))
 COUNT: Final = int(os.environ.get("ORBITKV_BENCH_PODS", "10000"))
 RUNS: Final = int(os.environ.get("ORBITKV_BENCH_RUNS", "3"))
 PAYLOAD: Final = os.environ.get("ORBITKV_BENCH_PAYLOAD", "init")
+WARM_UP: Final = min(COUNT, 500)
+"""Pods of a run of each kind before those that count."""
 SENDERS: Final = 8
 UNQUIET: Final = 0.1
 """Processors kept busy by what is no part of a run, from which on its figures are not to be believed. (Interrupts,
@@ -91,11 +93,12 @@ def _thousands(target: Target, cluster: Cluster, api: KubernetesApi, installatio
     with fake_nodes(cluster):
         say(f"  {NODES} nodes")
         make_nodes(target.kubectl, api, [f"bench-{number}" for number in range(NODES)])
+        for asked in (False, True):
+            _turn(target, api, installation, asked, WARM_UP)
+        say("  so far to warm up: this does not count")
         for number in range(RUNS):
             for asked in (False, True)[:: -1 if number % 2 else 1]:
-                with nullcontext() if asked else _no_webhook(target):
-                    run = _run(target, api, installation, asked)
-                (with_it if asked else without).append(run)
+                (with_it if asked else without).append(_turn(target, api, installation, asked, COUNT))
             say(f"  pair {number + 1} of {RUNS}: ratio {with_it[-1].rate / without[-1].rate:.3f}")
         memory = _memory(installation)
 
@@ -115,15 +118,21 @@ def _thousands(target: Target, cluster: Cluster, api: KubernetesApi, installatio
     ]
 
 
-def _run(target: Target, api: KubernetesApi, installation: Installation, asked: bool) -> _Run:
-    """Make the pods, wait until all run, and remove them."""
+def _turn(target: Target, api: KubernetesApi, installation: Installation, asked: bool, count: int) -> _Run:
+    """Run pods while the apiserver asks the webhook, or nobody."""
+    with nullcontext() if asked else _no_webhook(target):
+        return _run(target, api, installation, asked, count)
+
+
+def _run(target: Target, api: KubernetesApi, installation: Installation, asked: bool, count: int) -> _Run:
+    """Make so many pods, wait until all run, and remove them."""
     namespace = installation.make_namespace()
     target.kubectl.wait("serviceaccount", "default", lambda _: True, "its service account", namespace=namespace)
     # the apiserver learns a moment later whom it has to ask
     wait(lambda: _unlike(asked, api, namespace), "the apiserver to know the webhook's configuration")
-    with _running(api, namespace) as missing:
+    with _running(api, namespace, count) as missing:
         before, began = processors.used(), processors.now()
-        _make_all(api, namespace)
+        _make_all(api, namespace, count)
         wait(missing, "all pods to run")
         ended, after = processors.now(), processors.used()
     took = ended.clock - began.clock
@@ -131,22 +140,22 @@ def _run(target: Target, api: KubernetesApi, installation: Installation, asked: 
     found = [it["metadata"].get("annotations", {}) for it in api.list_metadata(PODS, namespace, labels=STAMPED)]
     injected = sum(stamps.ANNOTATION_INJECTED in annotations for annotations in found)
     which = "with the webhook" if asked else "without"
-    say(f"  {which}: {COUNT / took:.2f} pods/s; ms of processor a pod: {processors.between(before, after, COUNT)}")
+    say(f"  {which}: {count / took:.2f} pods/s; ms of processor a pod: {processors.between(before, after, count)}")
     if disturbed > UNQUIET * took:
         say(f"  not quiet: programs that are not there any more kept {disturbed / took:.2f} processors busy")
-    _remove_all(CoreV1Api(load_client(str(target.kubeconfig))), namespace)
-    return _Run(COUNT / took, processors.total(before, after, COUNT), injected / COUNT)
+    _remove_all(CoreV1Api(load_client(str(target.kubeconfig))), namespace, count)
+    return _Run(count / took, processors.total(before, after, count), injected / count)
 
 
-def _make_all(api: KubernetesApi, namespace: str) -> None:
+def _make_all(api: KubernetesApi, namespace: str, count: int) -> None:
     said = time.monotonic()
     with ThreadPoolExecutor(SENDERS) as senders:
-        requests = [senders.submit(api.create, PODS, namespace, _pod(number)) for number in range(COUNT)]
+        requests = [senders.submit(api.create, PODS, namespace, _pod(number)) for number in range(count)]
         for number, request in enumerate(requests):
             request.result()
             if time.monotonic() - said > PROGRESS_SECONDS:
                 said = time.monotonic()
-                say(f"    {number + 1} of {COUNT} pods are made")
+                say(f"    {number + 1} of {count} pods are made")
 
 
 def _pod(number: int) -> Object:
@@ -191,7 +200,7 @@ def _unlike(asked: bool, api: KubernetesApi, namespace: str) -> str:
 
 
 @contextmanager
-def _running(api: Api, namespace: str) -> Iterator[Callable[[], str]]:
+def _running(api: Api, namespace: str, wanted: int) -> Iterator[Callable[[], str]]:
     """Count a namespace's pods that run; give what tells how many are missing, or nothing.
 
     A watch shows each pod once. To ask for one that does not run, again and again, has the apiserver read thousands of
@@ -204,7 +213,7 @@ def _running(api: Api, namespace: str) -> Iterator[Callable[[], str]]:
         if failures:
             raise RuntimeError(failures[0])
         count = len(running.shown())
-        return "" if count == COUNT else f"{count} of {COUNT} pods run"
+        return "" if count == wanted else f"{count} of {wanted} pods run"
 
     watch = PodWatch(api, running, _Nobody(), SILENCE_SECONDS, failures.append)
     watch.start()
@@ -224,7 +233,7 @@ class _Nobody:
         """A pod is gone."""
 
 
-def _remove_all(client: CoreV1Api, namespace: str) -> None:
+def _remove_all(client: CoreV1Api, namespace: str, count: int) -> None:
     """Remove the pods, as many at a time as are made, and wait until none is left."""
 
     delete: Any = client.delete_namespaced_pod  # its types lack `_preload_content`
@@ -235,7 +244,7 @@ def _remove_all(client: CoreV1Api, namespace: str) -> None:
             delete(f"pod-{number}", namespace, grace_period_seconds=0, _preload_content=False).drain_conn()
 
     with ThreadPoolExecutor(SENDERS) as senders:
-        list(senders.map(remove, range(COUNT)))
+        list(senders.map(remove, range(count)))
     wait(lambda: _left(client, namespace), "all pods to be gone")
 
 

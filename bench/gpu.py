@@ -388,7 +388,7 @@ def run() -> list[Figure]:
         for context in agent.status()["transfer"]["gpu_context_bytes"].values():
             report.add("gpu_context_mib", context / 2**20, "MiB of a GPU", bound=600)
     if gpus() > 1:
-        with temporary_agent(mode="cuda", pool="12GiB") as agent:
+        with temporary_agent(mode="cuda", pool="16GiB") as agent:  # two restores take no more of it than leases may
             two_gpus(agent, report)
     keep(report.figures)  # what follows starts large programs, and may take long
     why = gpu_beside.why_not()

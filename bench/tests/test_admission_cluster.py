@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from bench import admission_cluster
 from bench.admission_cluster import _running
 from orbitkv_operator.cluster.api import PODS
 from orbitkv_operator.tests.fakes import FakeApi
@@ -18,11 +17,10 @@ def pod(name: str) -> dict[str, Any]:
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata}
 
 
-def test_each_pod_that_runs_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission_cluster, "COUNT", 3)
+def test_each_pod_that_runs_is_counted_once() -> None:
     api = FakeApi()
     api.add(PODS, pod("pod-0"))
-    with _running(api, "run") as missing:
+    with _running(api, "run", 3) as missing:
         deadline = time.monotonic() + 10
         while not api.streams or missing() != "1 of 3 pods run":
             assert time.monotonic() < deadline
@@ -39,7 +37,7 @@ def test_watch_that_fails_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None
 
     api = FakeApi()
     monkeypatch.setattr(api, "list_to_watch", defect)
-    with _running(api, "run") as missing, pytest.raises(RuntimeError, match="a defect"):
+    with _running(api, "run", 3) as missing, pytest.raises(RuntimeError, match="a defect"):
         deadline = time.monotonic() + 10
         while time.monotonic() < deadline:
             missing()

@@ -42,6 +42,7 @@ SYSCTLS = (
 NODE_GRACE = 20
 """A node whose kubelet was killed is known to be gone after so many seconds, not 50: tests wait for it."""
 CLIENT_LIMITS = ["--kube-api-qps=500", "--kube-api-burst=1000"]
+"""Of the controller manager, so that what tests remove goes soon. The scheduler has its own, 50 requests a second."""
 CONTROL_PROCESSES = ("etcd", "apiserver", "controller-manager", "scheduler", "coredns", "kwok")
 NODE_PROCESSES = ("containerd", "kubelet", "proxy")
 
@@ -339,7 +340,7 @@ class Cluster:
             *CLIENT_LIMITS,
         ]
         self._control().start("controller-manager", [self.programs["kube-controller-manager"], *arguments])
-        arguments = [f"--kubeconfig={scheduler}", "--leader-elect=false", *CLIENT_LIMITS]
+        arguments = [f"--kubeconfig={scheduler}", "--leader-elect=false"]
         self._control().start("scheduler", [self.programs["kube-scheduler"], *arguments])
         names = plane.folder / "Corefile"
         names.write_text(
