@@ -14,6 +14,7 @@ from e2e.cluster.node import PRIVATE
 from e2e.support.installation import Installations, fake_node_object, namespace_object, unique
 from e2e.support.kubectl import Kubectl, Object, has_condition
 from e2e.support.target import Target
+from orbitkv_crds.quantity import parse_quantity
 
 
 def output(*command: str) -> str:
@@ -168,7 +169,7 @@ def test_nodes_do_not_count_the_same_memory_twice(target: Target, kubectl: Kubec
     if target.own is None:
         pytest.skip("about the project's own cluster: unset KUBECONFIG")
     nodes = kubectl.list_all("nodes")
-    allocatable = sum(int(node["status"]["allocatable"]["memory"]) for node in nodes)
+    allocatable = sum(parse_quantity(node["status"]["allocatable"]["memory"]) for node in nodes)
     (line,) = [line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemTotal")]
     assert allocatable < 1024 * int(line.split()[1])
 
