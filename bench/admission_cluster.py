@@ -1,5 +1,8 @@
 """The figures of `bench.admission` that need the cluster: the start of a pod on a real node, and pods by the thousand.
 
+The scheduler has its own limit of 50 requests a second, as in users' clusters: where pods reach that with the webhook
+and without, the processor time of a pod (`kwok_10k_cpu_ms`) is what tells them apart.
+
 `ORBITKV_BENCH_PODS`, `ORBITKV_BENCH_NODES`, `ORBITKV_BENCH_RUNS` and `ORBITKV_BENCH_PAIRS` make it smaller;
 `ORBITKV_BENCH_PAYLOAD=imageVolume` has the thousands injected without an init container.
 """
