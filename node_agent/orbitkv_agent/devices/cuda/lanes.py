@@ -201,8 +201,6 @@ class Lane:
         self._flying_bytes = 0
         self._handing = False
         """A thread hands chunks over, and only that one: it alone takes events, and plans and submits copies."""
-        self._enough = 0
-        """It stops when the GPU has so many bytes."""
         self._events: list[int] = []
         self._smallest_next = True
         self._closing = False
@@ -282,23 +280,23 @@ class Lane:
     def _hand_over(self, enough: int) -> None:
         """Hand chunks over until the GPU has `enough` bytes, or as many chunks as it may have.
 
-        It waits for no other thread: where one hands over already, that one goes on until it is enough for both.
+        It waits for no other thread: where one hands over already, that one comes upon all copies, or wakes the lane's
+        thread when it stops.
         """
         with self._lock:
             if self._handing or self._broken:
-                self._enough = max(self._enough, enough)
                 return
-            self._handing, self._enough = True, enough
+            self._handing = True
         try:
-            while (job := self._take()) is not None:
+            while (job := self._take(enough)) is not None:
                 self._give(job)
         except Exception as error:
             self._fail(error)
 
-    def _take(self) -> CopyJob | None:
+    def _take(self, enough: int) -> CopyJob | None:
         """The copy whose next chunk goes now; None when it is enough, and from then on others may hand over."""
         with self._lock:
-            job = None if self._broken or self._flying_bytes >= self._enough else self._pick()
+            job = None if self._broken or self._flying_bytes >= enough else self._pick()
             if job is not None:
                 job.flying += 1  # from here on: it has not ended
             else:

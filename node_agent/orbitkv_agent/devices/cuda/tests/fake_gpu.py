@@ -32,6 +32,7 @@ class FakeGpu:
         threads: the name of the thread that made each of these calls.
         refuse: code with which the next copies fail, 0 for none.
         broken: waiting fails, as on a GPU that is lost.
+        sleepers: threads that wait for an event now.
         compute_mode: of all GPUs; in any but "default" no second process gets a context.
         name: of all GPUs.
         pins: whether host memory can be pinned.
@@ -51,6 +52,7 @@ class FakeGpu:
         self.threads: list[str] = []
         self.refuse = 0
         self.broken = False
+        self.sleepers = 0
         self.compute_mode = "default"
         self.name = "a fake"
         self.pins = True
@@ -219,10 +221,14 @@ class FakeGpu:
 
     def wait(self, event: int) -> None:
         with self._changed:
-            while event not in self._done or self._unobserved:
-                if self.broken:
-                    raise CudaError("cuEventSynchronize", 700, "CUDA_ERROR_ILLEGAL_ADDRESS", "the GPU is lost")
-                self._changed.wait(0.05)
+            self.sleepers += 1
+            try:
+                while event not in self._done or self._unobserved:
+                    if self.broken:
+                        raise CudaError("cuEventSynchronize", 700, "CUDA_ERROR_ILLEGAL_ADDRESS", "the GPU is lost")
+                    self._changed.wait(0.05)
+            finally:
+                self.sleepers -= 1
 
     def copy(
         self,

@@ -135,20 +135,20 @@ def test_a_large_restore_is_not_starved_by_small_ones(bench: Bench) -> None:
 def test_the_gpu_has_a_few_chunks_at_most(bench: Bench) -> None:
     bench.gpu.hold()
     bench.job("large", 6 * CHUNK)
-    bench.until(lambda: len(bench.gpu.calls) == CHUNKS_IN_FLIGHT)
-    time.sleep(0.05)  # nothing more may come
+    bench.until(lambda: bench.gpu.sleepers)  # it waits for an end: nothing more comes
     assert len(bench.gpu.calls) == CHUNKS_IN_FLIGHT
 
 
 def test_what_is_abandoned_drains_and_then_ends(bench: Bench) -> None:
     bench.gpu.hold()
     job = bench.job("large", 6 * CHUNK)
-    bench.until(lambda: len(bench.gpu.calls) == CHUNKS_IN_FLIGHT)
+    bench.until(lambda: bench.gpu.sleepers)
     job.abandon()
-    time.sleep(0.05)
+    bench.gpu.step(1)
+    bench.until(lambda: len(bench.lane._flying) == CHUNKS_IN_FLIGHT - 1 and bench.gpu.sleepers)
     while not bench.mail.empty():
         bench.mail.get()()
-    assert not bench.ended, "chunks of it are still with the GPU"
+    assert not bench.ended, "a chunk of it is still with the GPU"
     bench.gpu.release()
     bench.until(lambda: bench.ended)
     assert bench.ended == [("large", "nobody needs it any more")]
@@ -288,8 +288,7 @@ def test_of_a_copy_that_begins_with_little_the_owner_hands_over_more(
 def test_a_copy_that_comes_while_the_last_chunk_runs_does_not_wait_for_its_end(bench: Bench) -> None:
     bench.gpu.hold()
     bench.job("first", 8)
-    bench.until(lambda: bench.gpu.calls)
-    time.sleep(0.05)  # the lane's thread waits for the end of it
+    bench.until(lambda: bench.gpu.sleepers)
     bench.job("second", 8, first=8, at_once=True)
     assert bench.gpu.threads == ["lane", OWNER]
     bench.gpu.release()
@@ -322,17 +321,22 @@ def test_the_owner_does_not_wait_while_the_driver_makes_the_lanes_thread_wait(
 def test_the_lanes_thread_leaves_it_to_the_owner_that_hands_over_and_is_told_when_that_stops(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copy, slow = bench.gpu.copy, threading.Event()
+    copy, hand_over, came = bench.gpu.copy, bench.lane._hand_over, threading.Event()
 
-    def copy_slowly(*arguments: Any, **more: Any) -> None:
-        if not slow.is_set():
-            slow.set()
+    def copy_when_it_came(*arguments: Any, **more: Any) -> None:
+        if not came.is_set():
             with bench.lane._lock:
                 bench.lane._changed.notify()
-            time.sleep(0.05)  # the lane's thread comes meanwhile
+            assert came.wait(10)
         copy(*arguments, **more)
 
-    monkeypatch.setattr(bench.gpu, "copy", copy_slowly)
+    def come(enough: int) -> None:
+        hand_over(enough)
+        if threading.current_thread().name == "lane":
+            came.set()
+
+    monkeypatch.setattr(bench.gpu, "copy", copy_when_it_came)
+    monkeypatch.setattr(bench.lane, "_hand_over", come)
     bench.job("large", 5 * CHUNK, at_once=True)
     bench.until(lambda: bench.ended)
     assert bench.ended == [("large", "")]
@@ -347,7 +351,6 @@ def test_the_next_copy_after_a_large_one_by_itself_goes_first_if_it_is_smaller(b
         bench.job("large", chunks * CHUNK)
         bench.until(lambda before=before: len(bench.gpu.calls) == before + CHUNKS_IN_FLIGHT)  # type: ignore[misc]
         bench.job("small", 8, first=5 * CHUNK)
-        time.sleep(0.02)
         bench.gpu.release()
         bench.until(lambda: len(bench.ended) == 2)
         assert bench.gpu.calls[before + CHUNKS_IN_FLIGHT] == 8
@@ -383,7 +386,8 @@ def test_a_gpu_that_fails_under_the_owner_proves_no_end(bench: Bench, monkeypatc
         bench.job("uncertain", 8, at_once=True)
     bench.until(lambda: bench.lost)
     bench.job("later", 8, first=8, at_once=True)
-    time.sleep(0.05)
+    bench.lane._thread.join(10)
+    assert not bench.lane._thread.is_alive() and bench.mail.empty()
     assert not bench.ended and bench.gpu.calls == [8], "nothing more is handed over"
     bench.gpu.release()
 
@@ -443,7 +447,7 @@ def test_every_copy_ends_once_and_whole_unless_it_is_given_up(seed: int) -> None
             jobs[-1].abandon()
         if chance.random() < 0.3:
             gpu.release()
-            time.sleep(chance.random() * 1e-3)
+            time.sleep(chance.random() * 1e-3)  # for no state: so that the threads meet at other points
     gpu.release()
     deadline = time.monotonic() + 10
     while len(ended) < number:
