@@ -16,7 +16,8 @@ LOOK_S = 50e-6
 MOMENT_S = 0.002
 """Longest wait for a restore that is about to end, while the engine computes nothing."""
 LAST_S = 0.012
-"""Longest wait for the last restore that runs, so that it need not wait itself for the step of the one before."""
+"""Longest wait for the last restore that runs, so that it need not wait itself for the step of the one before; one that
+is late by less than MOMENT_S is waited for as well."""
 GPU_BYTES_S = 55e9
 """About what a GPU's link carries: when a restore should end."""
 BEGIN_S = 0.0005
@@ -131,7 +132,7 @@ class Restores:
             return set()
         if computing and others and all(now < running.report_by for running in done):
             return set()
-        if not computing and len(others) == 1 and 0 < self._due(others[0]) - now < LAST_S:
+        if not computing and len(others) == 1 and -MOMENT_S < self._due(others[0]) - now < LAST_S:
             return set()
         for running in done:
             del self._running[running.load.request_id]

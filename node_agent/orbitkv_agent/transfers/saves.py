@@ -211,7 +211,7 @@ class Saves:
             Refused: STALE, no such save of this session is in flight; INVALID, the agent still copies.
         """
         save = self._saves.get(message.save)
-        if save is None or not is_own(save.session, session):
+        if save is None or save.committed or not is_own(save.session, session):
             raise stale(f"unknown-save: {message.save} is not in flight in this session")
         faults.hit("save-commit")
         if save.copy is not None:

@@ -392,6 +392,8 @@ def test_an_engine_with_nothing_to_compute_gets_the_last_two_together_if_the_las
     clock.now += 0.012
     assert run(half, StepMetadata()).received == set(), "d is due in 8 ms"
     clock.now += 0.009
+    assert run(half, StepMetadata()).received == set(), "d is late by a millisecond"
+    clock.now += 0.002
     assert run(half, StepMetadata()).received == {"c"}, "d is late, nobody knows how long"
 
 
@@ -422,6 +424,8 @@ def test_what_was_still_running_when_it_was_looked_at_ended_after_that(
     handles["a"].status = RestoreStatus.DONE
     assert run(half, StepMetadata()).received == set(), "b is due in 9 ms"
     clock.now += 0.010
+    assert run(half, StepMetadata()).received == set(), "b is late by a millisecond"
+    clock.now += 0.002
     assert run(half, StepMetadata()).received == {"a"}
 
 

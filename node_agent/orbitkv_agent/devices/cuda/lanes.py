@@ -3,7 +3,8 @@
 Copies go chunk by chunk. Only a few chunks are with the GPU at a time, so that a small restore is not behind a large
 one: the lane takes turns between the copy with the least left and the oldest one. A thread of its own sleeps until the
 GPU has made the oldest chunk, and hands over the next: an event tells that, and nothing else counts as the end of a
-chunk. It has the interpreter once a chunk, because each time that it has to get it back it may wait for the owner.
+chunk. It has the interpreter once a chunk, because each time that it has to get it back it may wait for the owner; and
+less often where chunks are small: of many of one copy it sleeps for the middle one.
 
 A copy for which the GPU has room at once is begun by the owner thread itself: waking another one up, and waiting until
 that gets the interpreter, take as long as half of a small copy.
@@ -241,7 +242,7 @@ class Lane:
             self._driver.set_current(self._context)
             while (event := self._next_event()) is not None:
                 self._driver.wait(event)
-                self._land()
+                self._land(event)
         except Exception as error:
             self._fail(error)
         if self._broken:
@@ -251,14 +252,14 @@ class Lane:
         self._driver.drop_stream(self._stream)
 
     def _next_event(self) -> int | None:
-        """Hand over what there is room for; the event of the oldest chunk then, None when the lane is at its end."""
+        """Hand over what there is room for; the event to sleep for then, None when the lane is at its end."""
         while True:
             self._hand_over(_ALL)
             with self._lock:
                 if self._broken:
                     return None
                 if self._flying:
-                    return self._flying[0].event
+                    return self._awaited().event
                 if not self._handing:
                     if self._jobs:  # it came meanwhile
                         continue
@@ -266,14 +267,16 @@ class Lane:
                         return None
                 self._changed.wait()
 
-    def _land(self) -> None:
-        """The GPU has made the oldest chunk it had."""
+    def _land(self, event: int) -> None:
+        """The GPU has made the chunk of this event, and so those that it had before."""
         with self._lock:
-            chunk = self._flying.popleft()
-            self._flying_bytes -= chunk.size
-            self._events.append(chunk.event)
-            chunk.job.flying -= 1
-            self._end_if_drained(chunk.job)
+            chunk = None
+            while chunk is None or chunk.event != event:
+                chunk = self._flying.popleft()
+                self._flying_bytes -= chunk.size
+                self._events.append(chunk.event)
+                chunk.job.flying -= 1
+                self._end_if_drained(chunk.job)
 
     # --------------------------------------------------------------------------------- the thread that hands over
 
@@ -332,6 +335,13 @@ class Lane:
             job.error = f"the copy could not be planned: {error!r}"
 
     # ------------------------------------------------------------------------------------------- under the lock
+
+    def _awaited(self) -> _Chunk:
+        """The chunk to sleep for: of the oldest copy's first ones not one beyond the middle of all that the GPU has."""
+        place = 0
+        while place < (len(self._flying) - 1) // 2 and self._flying[place].job is self._flying[place + 1].job:
+            place += 1
+        return self._flying[place]
 
     def _pick(self) -> CopyJob | None:
         """The copy whose next chunk goes now; None when the GPU has enough, or nothing is left to hand over."""

@@ -161,6 +161,7 @@ def test_a_page_is_visible_only_after_the_commit(engine: CudaEngine, world: Worl
     world.until(lambda: engine.state(plan.record) is RecordState.SETTLED)
     assert type(engine.control.query(hashes(1), operation=50)).__name__ == "Nothing"
     engine.worker.commit(plan)
+    world.until(lambda: engine.state(plan.record) is RecordState.DONE)
     assert engine.control.ready(hashes(1), operation=51).leases
 
 
@@ -371,6 +372,7 @@ def test_a_commit_of_what_the_gpu_says_is_copied_waits_for_the_agent_to_know(
         engine.worker.commit(plan)
         assert engine.state(plan.record) is RecordState.SETTLED, "its slot is not free before the copy is over for all"
         assert len(world.agent.saves) == 1
+        assert engine.worker.refused(CommitSave(plan.save, False)).kind == ErrorKind.STALE, "it was said already"
     world.until(lambda: engine.state(plan.record) is RecordState.DONE)
     assert engine.control.ready(hashes(1), operation=51).leases
 

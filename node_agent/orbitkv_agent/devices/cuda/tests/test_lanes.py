@@ -376,6 +376,52 @@ def test_pieces_beyond_what_one_call_takes_go_in_the_next(bench: Bench, monkeypa
     assert (bench.engine.reshape(-1, PAGE)[:10][::-1] == bench.host.reshape(-1, PAGE)[:10]).all()
 
 
+def awaited(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The events that the lane's thread sleeps for, as they come: how many are recorded by then tells which."""
+    places: list[int] = []
+    recorded: list[int] = []
+    record, wait = bench.gpu.record, bench.gpu.wait
+
+    def recording(event: int, stream: int) -> None:
+        recorded.append(event)
+        record(event, stream)
+
+    def waiting(event: int) -> None:
+        places.append(len(recorded) - 1 - recorded[::-1].index(event))
+        wait(event)
+
+    monkeypatch.setattr(bench.gpu, "record", recording)
+    monkeypatch.setattr(bench.gpu, "wait", waiting)
+    return places
+
+
+def test_of_many_small_chunks_the_thread_sleeps_for_the_middle_one(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("orbitkv_agent.devices.cuda.plans.CHUNK_PIECES", 4)
+    places = awaited(bench, monkeypatch)
+    bench.gpu.hold()
+    bench.job("many", 40)
+    bench.until(lambda: len(bench.gpu.calls) == 10 and places)
+    bench.gpu.release()
+    bench.until(lambda: bench.ended)
+    assert bench.ended == [("many", "")] and places == [4, 7, 8, 9]
+
+
+def test_the_thread_never_sleeps_beyond_the_end_of_a_copy(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("orbitkv_agent.devices.cuda.plans.CHUNK_PIECES", 4)
+    places = awaited(bench, monkeypatch)
+    bench.gpu.hold()
+    bench.job("few", 8, at_once=True)
+    bench.until(lambda: places)
+    bench.job("many", 32, first=8)
+    bench.gpu.step(1)
+    bench.until(lambda: len(bench.gpu.calls) == 10 and len(places) == 2)
+    bench.gpu.step(1)
+    bench.until(lambda: bench.ended)
+    assert bench.ended == [("few", "")] and places[:2] == [0, 1]
+
+
 def test_a_gpu_that_fails_under_the_owner_proves_no_end(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(event: int, stream: int) -> None:
         raise CudaError("cuEventRecord", 700, "CUDA_ERROR_ILLEGAL_ADDRESS", "the GPU is lost")
