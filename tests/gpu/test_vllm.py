@@ -74,6 +74,7 @@ VARIANTS = {
     "told before it schedules": Variant("restore cancellation", EARLY),
     "told before it schedules, CUDA graphs": Variant("pressure", graphs(EARLY)),
     "MLA": Variant("modes:mla"),
+    "injected": Variant("modes:injected"),
     "KV cache of 8 bits": Variant("restore", {"kv_cache_dtype": "fp8"}),
 }
 CASES = [(name, tests) for name, variant in VARIANTS.items() for tests in variant.tests.split()]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from orbitkv.cuda import LibCuda
-from orbitkv.vllm.injected import EARLY_SCHEDULER, joined
+from orbitkv.vllm.injected import joined
 from orbitkv.vllm.tests.engine.checks import (
     BLOCK,
     assert_bit_equal,
@@ -21,6 +21,7 @@ from orbitkv.vllm.tests.engine.checks import (
 from orbitkv.vllm.tests.engine.models import PATIENT, PATIENT_SETTINGS, AgentMaker, EngineMaker, Models
 from tools.harness.agent import AgentProcess
 from tools.harness.engine import DEVICE, EngineProcess, EngineSpec, Nursery, orbitkv_connector
+from tools.harness.serve import installed_as_entry_point
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -69,10 +70,15 @@ def test_speculation_saves_accepted_tokens_only(agent: AgentProcess, start_engin
     assert_bit_equal(engine.blocks(), before, len(turn) // BLOCK, "pages filled under speculation")
 
 
-def test_an_early_scheduler_restores_the_same(agent: AgentProcess, start_engine: EngineMaker) -> None:
-    """As the plugin sets it in an annotated pod."""
-    engine = start_engine(agent, scheduler_cls=EARLY_SCHEDULER)
-    prompts = [tokens(f"early {number}", 300) for number in range(3)]
+def test_an_injected_engine_restores_the_same(tmp_path: Path, agent: AgentProcess, start_engine: EngineMaker) -> None:
+    """As in an annotated pod: nothing is said of OrbitKV but in the environment. The entry point sets the connector,
+    and the scheduler class that is told of restores before it schedules."""
+    environment = installed_as_entry_point(tmp_path)
+    environment |= {"ORBITKV_INJECTED": "0.1.0", "ORBITKV_BOOTSTRAP_SOCKET": str(agent.socket_path)}
+    environment |= {f"ORBITKV_{name.upper()}": str(value) for name, value in PATIENT_SETTINGS.items()}
+    engine = start_engine(None, environment=environment)
+    assert "OrbitKV: the scheduler class is set, too" in engine.log_text()
+    prompts = [tokens(f"injected {number}", 300) for number in range(3)]
     hits = []
     for prompt in prompts:
         engine.ask(prompt)
@@ -82,9 +88,9 @@ def test_an_early_scheduler_restores_the_same(agent: AgentProcess, start_engine:
     engine.reset()
     for prompt, hit in zip(prompts, hits, strict=True):
         restored = engine.ask(prompt, logprobs=1)
-        assert_sources(restored, hbm=0, orbitkv=full_blocks(300), what="told before it schedules")
-        assert_same_answer(restored, hit, "told before it schedules")
-    assert_bit_equal(engine.blocks(), before, 3 * (300 // BLOCK), "told before it schedules")
+        assert_sources(restored, hbm=0, orbitkv=full_blocks(300), what="an injected engine")
+        assert_same_answer(restored, hit, "an injected engine")
+    assert_bit_equal(engine.blocks(), before, 3 * (300 // BLOCK), "an injected engine")
     assert "OrbitKV: vLLM is told of restores" not in engine.log_text(), "it went on as vLLM's own"
 
 
