@@ -57,12 +57,14 @@ class ClusterWorld(World):
             self.agent.loop.run_once(0.001)
 
     def until(self, condition: Callable[[], object], seconds: float = 20.0) -> None:
-        """Turn the loop until a condition holds; the agent's time passes as real time does."""
-        deadline = time.monotonic() + seconds
+        """Turn the loop until a condition holds; the agent's time passes at least as fast as real time does."""
+        now = time.monotonic()
+        deadline = now + seconds
         while not condition():
-            assert time.monotonic() < deadline, "it did not happen in time"
+            assert now < deadline, "it did not happen in time"
             self.agent.loop.run_once(0.01)
-            self.clock.now += 0.01
+            before, now = now, time.monotonic()
+            self.clock.now += max(0.01, now - before)
 
     def until_ready(self) -> None:
         """Wait for the lists."""
