@@ -222,6 +222,10 @@ def test_when_the_engine_dies_its_copies_drain_and_then_its_memory_is_given_back
         client.drop()
         session.close()  # as when its process has exited
     world.pump()
+    mapper = next(iter(world.agent.device._gpus.values()))._work  # type: ignore[attr-defined]
+    looked = threading.Event()
+    mapper.put(looked.set)  # behind all that the GPU's thread has to unmap
+    assert looked.wait(10)
     assert gpu.mapped[engine.memory.ctypes.data] == 1, "copies still run on it"
     assert len(world.agent.restores) == 1 and len(world.agent.saves) == 1
     gpu.release()
