@@ -87,6 +87,14 @@ class PluginConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "few lines, which saves a millisecond after a restore; `engine` leaves the engine's scheduler alone."
         ),
     ] = "auto"
+    overlap: Annotated[
+        Literal["on", "off"],
+        _about(
+            "`on`: a request that is alone begins to compute while its pages still arrive, layer by layer, where the "
+            "scheduler class of `scheduler` is in force; tried on CPUs so far, not on GPUs. `off`: all of them arrive "
+            "before it begins."
+        ),
+    ] = "off"
     wait_for_full_prefix: Annotated[
         bool,
         _about("Hold a request until its whole prefix can be fetched, not only the part that is near.", live=True),

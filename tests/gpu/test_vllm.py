@@ -74,7 +74,9 @@ VARIANTS = {
     "told before it schedules": Variant("restore cancellation", EARLY),
     "told before it schedules, CUDA graphs": Variant("pressure", graphs(EARLY)),
     "MLA": Variant("modes:mla"),
-    "injected": Variant("modes:injected"),
+    "injected": Variant("modes:injected|before_its_restore|did_not_come"),
+    "injected, CUDA graphs": Variant("modes:injected|before_its_restore|did_not_come", graphs()),
+    "landing, runner v1": Variant("modes:before_its_restore|did_not_come", {}, V1),
     "KV cache of 8 bits": Variant("restore", {"kv_cache_dtype": "fp8"}),
 }
 CASES = [(name, tests) for name, variant in VARIANTS.items() for tests in variant.tests.split()]

@@ -94,6 +94,7 @@ class RestoreHandle:
         self._status = RestoreStatus.PENDING
         self._record: tuple[RecordReader, RecordRef] | None = None
         self._layers_ready = 0
+        self._handed_over = False
         self.error: OrbitKVError | None = None
         self.changed = threading.Condition()
 
@@ -116,6 +117,20 @@ class RestoreHandle:
             records, ref = self._record
             self._layers_ready = max(self._layers_ready, records.layers(ref))
         return self._layers_ready
+
+    @property
+    def handed_over(self) -> bool:
+        """Whether it ends soon even if the agent's process is stopped: all of it is with the GPU, or this process
+        copies; in `layer_order` only. If the agent is killed then it still fails."""
+        status = self.status
+        if status is RestoreStatus.ENQUEUED and self._record is not None:
+            records, ref = self._record
+            return records.handed_over(ref)
+        return self._handed_over and status is RestoreStatus.ENQUEUED
+
+    def copies_here(self) -> None:
+        """This process copies it, from now on (transfer thread)."""
+        self._handed_over = self.layer_order
 
     def layers_in_place(self, layers: int) -> None:
         """The first `layers` layers are in place (transfer thread); wakes whoever waits."""

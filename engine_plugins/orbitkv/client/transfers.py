@@ -369,6 +369,7 @@ class Transfers:
             if not isinstance(reply, RestorePlan):
                 raise OrbitKVError(ErrorKind.INTERNAL, f"a restore was answered with {type(reply).__name__}")
             plan = reply
+            handle.copies_here()
             handle.advance(RestoreStatus.ENQUEUED)
             self._copy_restore(handle, plan)
         except Exception as caught:

@@ -19,7 +19,7 @@ import threading
 from typing import Final
 
 PARTS: Final = 64
-"""More than an agent has threads that hand copies over: two for each GPU of a session, and its owner."""
+"""More than an agent has threads that hand copies over: three for each GPU of a session, and its owner."""
 
 _PIPE_BYTES: Final = 2 * mmap.PAGESIZE
 """The smallest pipe that never runs full: what is written goes behind the last byte of a page, and a page is free again

@@ -7,7 +7,8 @@ that comes with them, of which something can be read when they changed, is only 
 The first words of the region are counters of the session (`Header`). Behind the records are two words more of each:
 how many chunks of its copy the agent has handed to a GPU, and, written by the GPU, how many of them are through (lower
 half) and how many layers are in place with them, if they are copied layer by layer (upper half). The agent writes the
-first before it hands over, with the session's permit in its hands (`permit.py`).
+first before it hands over, with the session's permit in its hands (`permit.py`); of a restore that is copied layer by
+layer its upper half is 1 as soon as all of it is with the GPU.
 """
 
 from __future__ import annotations
@@ -122,13 +123,14 @@ class RecordWriter:
         """The address of a record's word."""
         return self.address + ref.slot * WORD_BYTES
 
-    def hand_over(self, ref: RecordRef, chunks: int) -> None:
-        """So many chunks of the copy are with a GPU, or about to be. For the thread that hands them over.
+    def hand_over(self, ref: RecordRef, chunks: int, *, whole: bool = False) -> None:
+        """So many chunks of the copy are with a GPU, or about to be; or `whole` of it is. For the thread that hands
+        them over.
 
         Raises:
             ValueError: the session is over, and nobody reads this any more.
         """
-        self._words[SLOTS + ref.slot] = chunks
+        self._words[SLOTS + ref.slot] = whole << _HALF | chunks
 
     def place_of_chunks(self, ref: RecordRef) -> int:
         """The address of the word in which the GPU counts a copy's chunks that are through, and its layers."""
@@ -191,6 +193,12 @@ class RecordReader:
         layers = self._all[place] >> _HALF if place < len(self._all) else 0
         return layers if self.state(ref) is RecordState.PENDING else 0
 
+    def handed_over(self, ref: RecordRef) -> bool:
+        """Whether all of a restore that is copied layer by layer is with the GPU while it is PENDING."""
+        place = SLOTS + ref.slot
+        whole = place < len(self._all) and bool(self._all[place] >> _HALF)
+        return whole and self.state(ref) is RecordState.PENDING
+
     def drained(self) -> bool:
         """Whether all chunks of copies that were handed to a GPU are through.
 
@@ -200,7 +208,7 @@ class RecordReader:
             return False  # an agent of an earlier release does not tell
         words = self._all.tolist()
         return not any(
-            handed != through & (1 << _HALF) - 1 and word & 0xFF == RecordState.PENDING
+            (handed ^ through) & (1 << _HALF) - 1 and word & 0xFF == RecordState.PENDING
             for word, handed, through in zip(
                 words[:SLOTS], words[SLOTS : 2 * SLOTS], words[2 * SLOTS : 3 * SLOTS], strict=True
             )

@@ -39,7 +39,7 @@ def test_key_wins_over_variable_and_namespace_wins_over_key() -> None:
 @pytest.mark.parametrize("name", SETTINGS)
 def test_every_setting_can_be_given_by_key_and_by_variable(name: str) -> None:
     other: dict[str, Any] = {"mode": "save_only", "on_missing": "run", "kv_layout": "engine", "queue_warmup": False}
-    other |= {"scheduler": "engine"}
+    other |= {"scheduler": "engine", "overlap": "on"}
     default = SETTINGS[name].default
     value = other.get(
         name, not default if isinstance(default, bool) else 77 if isinstance(default, int) else "some-text"

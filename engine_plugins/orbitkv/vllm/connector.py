@@ -288,6 +288,20 @@ class OrbitKVConnector(KVConnectorBase_V1, SupportsHMA):
         assert self._scheduler is not None
         return self._scheduler.take_restored(computing=computing, others_wait=others_wait)
 
+    def let_land(self) -> None:
+        """`EarlyScheduler` can take a step back: requests may begin while their restores land, where that is wanted."""
+        if self._scheduler is not None:
+            self._scheduler.lands = self._scheduler.link.config.overlap == "on"
+
+    @property
+    def landing(self) -> bool:
+        """Whether the step that is scheduled now waits for a restore, layer by layer."""
+        return self._scheduler is not None and self._scheduler.landing
+
+    def take_landing_failed(self) -> bool:
+        """Return whether a step read what was not in place, since the last call."""
+        return self._scheduler is not None and self._scheduler.take_landing_failed()
+
     def hear_late(self, restored: set[str]) -> None:
         """Report restores with the steps' outputs from now on, and these, which were taken, with the next."""
         if self._scheduler is not None:
@@ -359,8 +373,16 @@ class OrbitKVConnector(KVConnectorBase_V1, SupportsHMA):
         if isinstance(step, StepMetadata) and self._worker is not None:
             self._worker.start_loads(step)
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """A step begins."""
+        super().bind_connector_metadata(connector_metadata)
+        if self._worker is not None and self._worker.landing:
+            self._worker.begin_landing(by_layer=names_layers())
+
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Restores are asynchronous: nothing to wait for."""
+        """The step is about to read a layer: wait for a restore that lands with it. Others ended before it began."""
+        if self._worker is not None:
+            self._worker.wait_layer(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         """Pages are saved whole, after the step."""
@@ -415,6 +437,15 @@ class OrbitKVConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.shutdown()
         if self._worker is not None:
             self._worker.shutdown()
+
+
+def names_layers() -> bool:
+    """Whether the step that begins calls `wait_for_layer_load` before it reads a layer: one that replays one CUDA graph
+    as a whole calls nothing."""
+    from vllm.config import CUDAGraphMode
+    from vllm.forward_context import get_forward_context, is_forward_context_available
+
+    return is_forward_context_available() and get_forward_context().cudagraph_runtime_mode != CUDAGraphMode.FULL
 
 
 def settings_of(vllm_config: Any) -> PluginConfig:

@@ -2,14 +2,21 @@
 
 Otherwise it hears of them with the output of a step, and where the engine computes nothing else vLLM sleeps for a
 millisecond between that and the step in which the restored request begins.
+
+Where the engine has nothing else to do, a request begins before all of its restore is there, and its step waits for
+each layer (`landing.py`). Until that step is over nothing else is scheduled. If not all was in place when it was read,
+all that the step computed is dropped, its blocks leave the prefix cache, and its requests are scheduled anew.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
+import time
 from typing import Any
 
+from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import KVConnectorOutput
@@ -33,13 +40,51 @@ class EarlyScheduler(Scheduler):
         asynchronous = cls is EarlyScheduler and vllm_config.scheduler_config.async_scheduling
         return object.__new__(EarlyAsyncScheduler if asynchronous else cls)
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._landing_step: Any = None
+        """The output of `schedule` for a step that waits for a restore, until that step is over."""
+        self._landing_blocks: set[int] = set()
+        if isinstance(self.connector, OrbitKVConnector) and can_take_back():
+            self.connector.let_land()
+
     @functools.wraps(Scheduler.schedule)
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Take the restores that ended, then schedule as vLLM does."""
         connector = self.connector
-        if isinstance(connector, OrbitKVConnector) and connector.hears_early:
+        if not isinstance(connector, OrbitKVConnector):
+            return super().schedule(*args, **kwargs)
+        if connector.hears_early:
             self._take_restored(connector)
-        return super().schedule(*args, **kwargs)
+        output = super().schedule(*args, **kwargs)
+        if connector.landing:
+            self._landing_step = output
+            blocks = [self.kv_cache_manager.get_block_ids(request) for request in output.num_scheduled_tokens]
+            self._landing_blocks = {block for groups in blocks for group in groups for block in group}
+        return output
+
+    @functools.wraps(Scheduler.has_requests)
+    def has_requests(self) -> bool:
+        """While a restore lands: nothing that could be scheduled now."""
+        return self._landing_step is None and super().has_requests()
+
+    @functools.wraps(Scheduler.update_from_output)
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        """Drop what a step computed from pages that were not there; otherwise as vLLM does."""
+        if scheduler_output is self._landing_step:
+            self._landing_step = None
+            connector = self.connector
+            if isinstance(connector, OrbitKVConnector) and connector.take_landing_failed():
+                self._take_back()
+        return super().update_from_output(scheduler_output, model_runner_output)
+
+    def _take_back(self) -> None:
+        """Preempt all that runs, as a reset of the prefix cache does, and forget the blocks of the step."""
+        self.kv_cache_manager.evict_blocks(self._landing_blocks)
+        now = time.monotonic()
+        while self.running:
+            self._preempt_request(self.running.pop(), now, drop_stale_output=True)
+        self.prev_step_scheduled_req_ids.clear()
 
     def _take_restored(self, connector: OrbitKVConnector) -> None:
         restored: set[str] = set()
@@ -56,3 +101,13 @@ class EarlyScheduler(Scheduler):
 
 class EarlyAsyncScheduler(EarlyScheduler, AsyncScheduler):
     """The same for asynchronous scheduling."""
+
+
+def can_take_back() -> bool:
+    """Whether this vLLM has what it takes to drop a step's results."""
+    preempt = getattr(Scheduler, "_preempt_request", None)
+    return (
+        hasattr(KVCacheManager, "evict_blocks")
+        and preempt is not None
+        and "drop_stale_output" in inspect.signature(preempt).parameters
+    )

@@ -22,6 +22,8 @@ GPU_BYTES_S = 55e9
 """About what a GPU's link carries: when a restore should end."""
 BEGIN_S = 0.0005
 """About what passes until the first byte of a restore moves that has the link for itself."""
+HAND_OVER_S = 0.005
+"""Longest wait for all of a restore to be with the GPU, while the engine has nothing else to do."""
 
 
 @dataclass(slots=True)
@@ -32,6 +34,7 @@ class Running:
         started: when it was started.
         gpu_s: how long its copy should take when no other runs, infinite where that is not known.
         at_once: the scheduler's half started it and asks for its end; else each step's results report it.
+        by_layer: it is copied layer by layer, so that its request may begin before all of it is there.
         report_by: once it is done: how long it may wait to be reported together with others.
     """
 
@@ -41,6 +44,7 @@ class Running:
     started: float
     gpu_s: float
     at_once: bool
+    by_layer: bool = False
     report_by: float = 0.0
 
     @property
@@ -83,10 +87,11 @@ class Restores:
         *,
         size: int = 0,
         at_once: bool = False,
+        by_layer: bool = False,
     ) -> None:
         """A restore was started. Of its size in bytes 0 means that nobody knows how long it takes."""
         gpu_s = size / GPU_BYTES_S if size and handle is not None else math.inf
-        self._running[load.request_id] = Running(load, client, handle, time.monotonic(), gpu_s, at_once)
+        self._running[load.request_id] = Running(load, client, handle, time.monotonic(), gpu_s, at_once, by_layer)
 
     def take_failed(self) -> list[Running]:
         """Return those that failed or did not begin in time: their requests have everything to compute."""
@@ -137,6 +142,26 @@ class Restores:
         for running in done:
             del self._running[running.load.request_id]
         return {running.load.request_id for running in done}
+
+    def take_landing(self) -> Running | None:
+        """Return the only restore, if it is copied layer by layer and all of it is with the GPU.
+
+        For an engine that has nothing else to do: that is waited for.
+        """
+        if len(self._running) != 1:
+            return None
+        (running,) = self._running.values()
+        handle = running.handle
+        if not running.by_layer or handle is None:
+            return None
+        end = running.started + HAND_OVER_S
+        while not handle.handed_over and not running.status.final and time.monotonic() < end:
+            time.sleep(LOOK_S)
+        if not handle.handed_over:
+            return None
+        self._looked = time.monotonic()
+        del self._running[running.load.request_id]
+        return running
 
     def _wait_a_moment(self) -> float:
         """Wait for a restore that is about to end, where the engine's loop would only sleep; return the time.

@@ -74,6 +74,8 @@ class SchedulerHalf:
     Attributes:
         instance: this engine incarnation.
         hears_early: `EarlyScheduler`, if that is the engine's, is to ask for restores that ended.
+        lands: requests may begin while their restores land: it is wanted, and `EarlyScheduler` can take back a step
+            that read what was not there.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class SchedulerHalf:
     ) -> None:
         self.instance = instance
         self.hears_early = True
+        self.lands = False
         self._block_tokens = block_tokens
         self._workers = workers
         self._role_loads = may_load
@@ -306,7 +309,7 @@ class SchedulerHalf:
         # Beside computing the workers start it behind the launch of the step: that time is no loss for others then.
         worker = self._worker_here() if not self._computing else None
         if worker is not None:
-            worker.start_at_once(load)
+            worker.start_at_once(load, by_layer=self.lands and self.hears_early and len(self._restoring) == 1)
         else:
             self._loads.append(load)
 
@@ -449,13 +452,32 @@ class SchedulerHalf:
             self._held.discard(request_id)
 
     def take_restored(self, *, computing: bool, others_wait: bool) -> set[str]:
-        """Return the requests whose restore a worker in this process started at once, and which ended.
+        """Return the requests whose restore a worker in this process started at once, and which ended or lands.
 
         What ends in the next two milliseconds is waited for, unless the engine computes or has others to schedule.
         """
         self._asked_early = True
         worker = self._worker_here() if self._restoring else None
-        return worker.take_restored(computing=computing, wait=not others_wait) if worker is not None else set()
+        if worker is None:
+            return set()
+        restored = worker.take_restored(computing=computing, wait=not others_wait)
+        if worker.landing:
+            self.stats.add("restores_overlapped")
+        return restored
+
+    @property
+    def landing(self) -> bool:
+        """Whether the step that is scheduled now waits for a restore, layer by layer."""
+        worker = self._worker_here() if self.lands else None
+        return worker is not None and worker.landing
+
+    def take_landing_failed(self) -> bool:
+        """Return whether a step read what was not in place, since the last call."""
+        worker = self._worker_here()
+        if worker is None or not worker.take_landing_failed():
+            return False
+        self.stats.add("restore_failures")
+        return True
 
     def hear_late(self, restored: set[str]) -> None:
         """The engine hears of restores with the steps' outputs from now on, and of these, which were taken."""

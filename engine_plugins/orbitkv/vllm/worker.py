@@ -37,6 +37,7 @@ from . import proof, together
 from .attachment import Attachment, Off, connect
 from .identity import Identity, IdentityRefusedError
 from .injected import engine_name
+from .landing import Landing
 from .layout import Layout
 from .metadata import Load, Save, StepMetadata, WorkerReport
 from .restores import Restores, Running
@@ -47,6 +48,8 @@ REGISTER_S = 120.0
 """Longest wait of the engine's start for the first attachment."""
 DRAIN_S = 0.01
 """Longest wait of a step for saves of preempted requests to leave their blocks."""
+BY_LAYER_BYTES = 32 << 20
+"""Restores of fewer bytes than this are over before a step could begin."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +133,9 @@ class WorkerHalf:
         self._disproven: WorkerAttachment | None = None
         self._off = ""
         self._free_blocks: StreamPoint | None = None
+        self._landing: Landing | None = None
+        self._landing_failed = False
+        self._lands = True
         self._restores = Restores()
         self._saves: dict[int, RunningSave] = {}
         self._held: set[str] = set()
@@ -279,12 +285,17 @@ class WorkerHalf:
         for load in step.loads:
             self._start(load, at_once=False)
 
-    def start_at_once(self, load: Load) -> None:
-        """Start a restore whose blocks were just allocated; the thread that steps calls, between two steps."""
-        self._start(load, at_once=True)
+    def start_at_once(self, load: Load, *, by_layer: bool = False) -> None:
+        """Start a restore whose blocks were just allocated; the thread that steps calls, between two steps.
 
-    def _start(self, load: Load, *, at_once: bool) -> None:
+        `by_layer`: its request may begin before all of it is there (`take_restored`).
+        """
+        self._start(load, at_once=True, by_layer=by_layer and self._lands)
+
+    def _start(self, load: Load, *, at_once: bool, by_layer: bool = False) -> None:
         client, handle = None, None
+        size = self._gpu_bytes(load)
+        by_layer = by_layer and (size >= BY_LAYER_BYTES or not size)
         try:
             after = self._free_blocks
             if at_once:
@@ -292,10 +303,10 @@ class WorkerHalf:
                 # reads them either: a waiting request gets those of preempted ones in a later step only.
                 self._refresh()
                 after = self._point()
-            client, handle = self._start_load(load, after)
+            client, handle = self._start_load(load, after, by_layer=by_layer)
         except Exception as error:
             logger.warning("OrbitKV: request %s is computed, its restore did not begin: %s", load.request_id, error)
-        self._restores.add(load, client, handle, size=self._gpu_bytes(load), at_once=at_once)
+        self._restores.add(load, client, handle, size=size, at_once=at_once, by_layer=by_layer)
 
     def _gpu_bytes(self, load: Load) -> int:
         """What the agent copies; 0 in host memory, where this process copies."""
@@ -305,7 +316,7 @@ class WorkerHalf:
         return pages * sum(layer.block_bytes for group in self._layout.groups for layer in group.layers)
 
     def _start_load(
-        self, load: Load, after: StreamPoint | None
+        self, load: Load, after: StreamPoint | None, *, by_layer: bool
     ) -> tuple[CacheManagerClient | None, RestoreHandle | None]:
         adopted = self._adopted
         if not load.leases or adopted is None:
@@ -314,12 +325,17 @@ class WorkerHalf:
             return None, None  # leases of another boot of the agent mean nothing to this one
         lease = load.leases[self._ranks.tensor]
         blocks = np.array(load.blocks, np.int64)
-        handle = adopted.client.start_restore(adopted.registration, lease, [blocks], after=after)
+        handle = adopted.client.start_restore(adopted.registration, lease, [blocks], layer_order=by_layer, after=after)
         return adopted.client, handle
 
     def start_saves(self, step: StepMetadata) -> None:
         """Hand this step's saves over; the blocks hold their final bytes now."""
+        self._land()
         if not step.saves:
+            return
+        if self._landing_failed:  # who read what was not there computed what must not be kept
+            for save in step.saves:
+                self._ended(save, kept=False)
             return
         self._refresh()
         adopted = self._adopted
@@ -352,6 +368,7 @@ class WorkerHalf:
 
     def take_results(self, step: StepMetadata) -> Results:
         """Return which requests' loads and holds ended; see the connector's interface."""
+        self._land()
         results = Results()
         now = time.monotonic()
         if self._restores:
@@ -386,13 +403,61 @@ class WorkerHalf:
         return report
 
     def take_restored(self, *, computing: bool, wait: bool = True) -> set[str]:
-        """Return which of the restores that were started at once have ended well and are to be reported now.
+        """Return which of the restores that were started at once have ended well and are to be reported now; or one
+        that lands from now on, with the next step.
 
         Args:
             computing: the engine computes something now.
             wait: else wait for one that is about to end.
         """
+        landing = self._restores.take_landing() if wait and not computing else None
+        if landing is not None and self._layout is not None:
+            names = [layer.name for group in self._layout.groups for layer in group.layers]
+            self._landing = Landing(landing, names)
+            return {landing.load.request_id}
         return self._restores.take_done(computing=computing, at_once=True, wait=wait)
+
+    # --- a restore that lands with the step
+
+    @property
+    def landing(self) -> bool:
+        """Whether the next step waits for one, layer by layer."""
+        return self._landing is not None
+
+    def begin_landing(self, *, by_layer: bool) -> None:
+        """That step begins; `by_layer`: it calls `wait_layer` before it reads a layer."""
+        landing = self._landing
+        if landing is not None:
+            self._await(lambda: landing.begin(by_layer=by_layer))
+
+    def wait_layer(self, name: str) -> None:
+        """The step is about to read a layer."""
+        landing = self._landing
+        if landing is not None:
+            self._await(lambda: landing.wait_layer(name))
+
+    def take_landing_failed(self) -> bool:
+        """Return whether a step read what was not in place, since the last call."""
+        failed, self._landing_failed = self._landing_failed, False
+        return failed
+
+    def _land(self) -> None:
+        """All of that step is with the GPU."""
+        landing, self._landing = self._landing, None
+        if landing is None:
+            return
+        self._await(landing.end)
+        self._landing_failed |= not landing.in_place
+        if landing.blind:
+            self._lands = False
+            logger.warning("OrbitKV: this engine does not say which layer it reads: restores end before requests begin")
+
+    def _await(self, wait: Callable[[], object]) -> None:
+        try:
+            wait()
+        except Exception:
+            self._landing_failed = self._landing_failed or guard("vllm-contained")
+            logger.exception("OrbitKV: waiting for a restore failed; its request is computed")
 
     # --- internals
 

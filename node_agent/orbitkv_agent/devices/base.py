@@ -42,8 +42,9 @@ class Progress(Protocol):
     def begin(self) -> bool:
         """Say that a chunk is handed over from now on; false when the engine's process does not want it any more."""
 
-    def end(self) -> None:
-        """Undo a `begin` that was true: the chunk is with the device, or was refused."""
+    def end(self, *, whole: bool) -> None:
+        """Undo a `begin` that was true: the chunk is with the device, or was refused. With a copy that is made layer by
+        layer, `whole` says that all of it is with the device: it ends even while this process does not run."""
 
     def word(self, *, last: bool, layers: int) -> Word:
         """What the device writes when the chunk that was begun last, and all before it, are through: `last` of all, and

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from orbitkv.protocol.messages import RecordRef
 from orbitkv.protocol.records import RecordState, RecordWriter
 from orbitkv_agent.devices.base import Word
@@ -43,8 +45,11 @@ class CopyProgress:
             return False
         return True
 
-    def end(self) -> None:
+    def end(self, *, whole: bool) -> None:
         """See `Progress`."""
+        if whole:
+            with contextlib.suppress(ValueError):  # the session is over, and its records with it
+                self._records.hand_over(self._record, self._chunks, whole=True)
         self._records.permit.give_back()
 
     def word(self, *, last: bool, layers: int) -> Word:

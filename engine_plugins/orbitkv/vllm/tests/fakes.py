@@ -194,6 +194,10 @@ class FakeWorkers:
         fail_loads: loads fail.
         instance: of the engine, for a worker that lives in the scheduler's process (see `orbitkv.vllm.together`).
         asked: how its restores were asked for: whether the engine computes, and whether to wait for one.
+        by_layer: requests whose restore is copied layer by layer.
+        lands: such a restore is still on its way when its request begins.
+        lose_landing: it fails then.
+        landed: requests whose restore landed.
     """
 
     def __init__(self, agent: FakeAgent, workers: int = 1) -> None:
@@ -207,6 +211,10 @@ class FakeWorkers:
         self.saves: list[Save] = []
         self.started: list[Load] = []
         self.saved: list[Save] = []
+        self.by_layer: set[str] = set()
+        self.lands = self.lose_landing = self.landing_failed = False
+        self.landing: Load | None = None
+        self.landed: list[str] = []
         self.preempted: list[frozenset[str]] = []
         self.held: set[str] = set()
         self.void: set[int] = set()
@@ -219,17 +227,31 @@ class FakeWorkers:
         size = len(save.hashes) // len(save.blocks)
         self.agent.pages.update(save.hashes[i : i + size] for i in range(0, len(save.hashes), size))
 
-    def start_at_once(self, load: Load) -> None:
+    def start_at_once(self, load: Load, *, by_layer: bool = False) -> None:
         """As WorkerHalf's."""
+        if by_layer:
+            self.by_layer.add(load.request_id)
         self.at_once.add(load.request_id)
         self.loads.append(load)
         self.started.append(load)
+
+    def take_landing_failed(self) -> bool:
+        """As WorkerHalf's."""
+        failed, self.landing_failed = self.landing_failed, False
+        return failed
 
     def take_restored(self, *, computing: bool, wait: bool = True) -> set[str]:
         """As WorkerHalf's."""
         self.asked.append((computing, wait))
         if self.hold_loads:
             return set()
+        if self.lands and wait and not computing and len(self.loads) == 1:
+            (load,) = self.loads
+            if load.request_id in self.by_layer and not self._fails(load):
+                self.landing = load
+                self.loads.remove(load)
+                self.at_once.remove(load.request_id)
+                return {load.request_id}
         restored = [load for load in self.loads if load.request_id in self.at_once and not self._fails(load)]
         for load in restored:
             self.loads.remove(load)
@@ -237,6 +259,19 @@ class FakeWorkers:
             self.restore(load)
             self.agent.leases.difference_update(load.leases)
         return {load.request_id for load in restored}
+
+    def land(self) -> bool:
+        """The step that was scheduled reads its pages, layer by layer; return whether all were in place."""
+        load, self.landing = self.landing, None
+        if load is None:
+            return True
+        self.landed.append(load.request_id)
+        self.agent.leases.difference_update(load.leases)
+        if self.lose_landing:
+            self.landing_failed = True
+            return False
+        self.restore(load)
+        return True
 
     def _fails(self, load: Load) -> bool:
         return self.fail_loads or not load.leases or not self.agent.leases.issuperset(load.leases)
@@ -247,6 +282,8 @@ class FakeWorkers:
         self.started += step.loads
         self.saves += step.saves
         self.saved += step.saves
+        if self.landing_failed:
+            self.void |= {save.number for save in step.saves}
         self.held |= step.held
         if step.preempted:
             self.preempted.append(step.preempted)

@@ -143,6 +143,8 @@ class Memory:
         engine.workers.restore = self._restore  # type: ignore[method-assign]
         engine.workers.keep = self._keep  # type: ignore[method-assign]
         self.restored_tokens = 0
+        self.lost = 0
+        """Steps whose pages did not come."""
 
     @staticmethod
     def _digests(request: Request, end: int) -> list[int]:
@@ -154,11 +156,12 @@ class Memory:
             digests.append(last)
         return digests
 
-    def scheduled(self, output: Any) -> None:
-        """Note what a step computes, and in which blocks."""
+    def scheduled(self, output: Any, *, in_place: bool = True) -> None:
+        """Note what a step computes, and in which blocks: with a restore that was not in place, nothing of worth."""
         manager = self._engine.scheduler.kv_cache_manager
         work = []
-        for name, count in output.num_scheduled_tokens.items():
+        self.lost += not in_place
+        for name, count in output.num_scheduled_tokens.items() if in_place else ():
             request = self._engine.scheduler.requests[name]
             end = request.num_computed_tokens
             work.append((request, list(manager.get_block_ids(name)[0]), end - count, end))
@@ -264,8 +267,9 @@ class Engine:
     def schedule(self) -> Any:
         """Schedule a step."""
         output = self.scheduler.schedule()
+        in_place = self.workers.land()
         if self.memory is not None:
-            self.memory.scheduled(output)
+            self.memory.scheduled(output, in_place=in_place)
         return output
 
     def finish_step(self, output: Any, accept: int = 0) -> None:
@@ -293,6 +297,19 @@ class Engine:
         output = self.schedule()
         self.finish_step(output)
         return output
+
+    def step_beside(self, flying: list[Any]) -> None:
+        """Go on as vLLM's loop does, which schedules a step before the one in flight is over, where it is asynchronous.
+
+        Args:
+            flying: the steps in flight, which the caller keeps.
+        """
+        most = 2 if isinstance(self.scheduler, AsyncScheduler) else 1
+        more = not flying or self.scheduler.has_requests()
+        if more:
+            flying.append(self.schedule())
+        if not more or len(flying) == most or not flying[-1].num_scheduled_tokens:
+            self.finish_step(flying.pop(0))
 
     def run(self, most: int = 500) -> None:
         """Step until nothing is left."""

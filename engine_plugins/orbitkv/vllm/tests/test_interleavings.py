@@ -52,11 +52,6 @@ def test_every_request_ends_and_nothing_is_left(
     requests: dict[str, Any] = {}
     prompts = [[(shape * 31 + i * 7) % 250 + 3 for i in range(chance.choice((40, 64, 90, 150)))] for shape in range(4)]
 
-    def step() -> None:
-        flying.append(engine.schedule())
-        if len(flying) > int(asynchronous) or not flying[-1].num_scheduled_tokens:
-            engine.finish_step(flying.pop(0))
-
     for number in range(250):
         action = chance.random()
         if action < 0.22:
@@ -76,12 +71,12 @@ def test_every_request_ends_and_nothing_is_left(
             lose_the_client(engine, agent)
         elif action < 0.57:
             engine.scheduler.reset_prefix_cache()  # it does nothing while requests hold blocks
-        step()
+        engine.step_beside(flying)
     agent.loading = workers.hold_loads = workers.hold_saves = False
     for _ in range(2000):
         if not engine.scheduler.has_requests() and not flying:
             break
-        step()
+        engine.step_beside(flying)
     assert not engine.scheduler.requests
     assert all(request.is_finished() for request in requests.values())
     engine.half.link.begin_step()
@@ -97,4 +92,47 @@ def test_every_request_ends_and_nothing_is_left(
         engine.reset_hbm()
         engine.serve(name, prompts[0])
     assert memory.restored_tokens > before
+    engine.assert_at_rest()
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["one step at a time", "two steps in flight"])
+def test_requests_that_begin_while_their_restores_land_compute_on_nothing_else_either(
+    start: Callable[..., Engine], agent: FakeAgent, seed: int, asynchronous: bool
+) -> None:
+    """Few requests at once, because a restore lands only for one that is alone."""
+    chance = random.Random(seed)
+    engine = start(
+        blocks=32,
+        batched_tokens=96,
+        asynchronous=asynchronous,
+        early=True,
+        one_process=True,
+        extra={"orbitkv.max_wait_ms": 600_000, "orbitkv.overlap": "on"},
+    )
+    memory = Memory(engine)
+    workers, flying = engine.workers, list[Any]()
+    workers.lands = True
+    common = [3 + i * 7 % 250 for i in range(48)]
+    prompts = [common + [(shape * 31 + i * 5) % 250 + 3 for i in range(40 + 20 * shape)] for shape in range(4)]
+    for shape, tokens in enumerate(prompts):
+        engine.serve(f"first {shape}", tokens)
+    requests: dict[str, Any] = {}
+    for number in range(400):
+        action, unfinished = chance.random(), len(engine.scheduler.requests)
+        if action < (0.6, 0.1, 0.02)[min(unfinished, 2)]:
+            if not unfinished and chance.random() < 0.7:
+                engine.scheduler.reset_prefix_cache()
+            name = f"r{number}"
+            requests[name] = engine.add(name, chance.choice(prompts), answer=chance.randint(1, 6))
+        elif action > 0.96 and requests:
+            engine.abort(chance.choice(list(requests)))
+        elif action > 0.9:
+            workers.lose_landing = not workers.lose_landing
+        engine.step_beside(flying)
+    workers.lose_landing = False
+    while engine.scheduler.has_requests() or flying:
+        engine.step_beside(flying)
+    assert all(request.is_finished() for request in requests.values())
+    assert memory.lost and len(workers.landed) > memory.lost + 5
     engine.assert_at_rest()

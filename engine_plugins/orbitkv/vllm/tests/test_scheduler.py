@@ -10,10 +10,12 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from orbitkv.vllm.early import EarlyScheduler
+from orbitkv.vllm.stats import OrbitKVStats
 from orbitkv.vllm.tests.fakes import FakeAgent
-from orbitkv.vllm.tests.scheduling import BLOCK, Engine
+from orbitkv.vllm.tests.scheduling import BLOCK, Engine, Memory
 
 Start = Callable[..., Engine]
+OVERLAP = {"orbitkv.overlap": "on"}
 
 
 def prompt(count: int, seed: int = 0) -> list[int]:
@@ -284,6 +286,77 @@ def test_an_early_scheduler_is_the_one_of_vllms_that_the_engine_needs(start: Sta
     assert isinstance(engine.scheduler, EarlyScheduler)
     assert isinstance(engine.scheduler, AsyncScheduler) is asynchronous
     assert not engine.half._gate, "it schedules restored requests first, as vLLM's does"
+
+
+def test_a_lone_request_begins_before_its_restore_is_over(start: Start) -> None:
+    engine = start(one_process=True, early=True, asynchronous=True, extra=OVERLAP)
+    memory = Memory(engine)
+    engine.serve("first", prompt(70))
+    engine.reset_hbm()
+    engine.workers.lands = True
+    engine.add("again", prompt(70))
+    assert engine.step().num_scheduled_tokens == {}
+    landing = engine.schedule()
+    assert landing.num_scheduled_tokens == {"again": 70 - 64} and engine.workers.landed == ["again"]
+    engine.add("another", prompt(70, seed=1))
+    assert not engine.scheduler.has_requests(), "nothing more is scheduled before that step is over"
+    engine.finish_step(landing)
+    assert engine.scheduler.has_requests()
+    engine.run()
+    assert memory.restored_tokens == 64
+    engine.assert_at_rest()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_what_a_step_computed_from_pages_that_did_not_come_is_dropped(
+    start: Start, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
+) -> None:
+    engine = start(one_process=True, early=True, asynchronous=asynchronous, extra=OVERLAP)
+    memory, counted = Memory(engine), list[str]()
+    add = OrbitKVStats.add
+
+    def count(self: OrbitKVStats, name: str, amount: int = 1) -> None:
+        counted.append(name)
+        add(self, name, amount)
+
+    monkeypatch.setattr(OrbitKVStats, "add", count)
+    first = engine.serve("first", prompt(128))
+    engine.reset_hbm()
+    engine.workers.lands = engine.workers.lose_landing = True
+    engine.agent.pages.remove(first.block_hashes[7])
+    again = engine.add("again", prompt(128), answer=5)
+    engine.step()
+    landing = engine.schedule()
+    kept = set(engine.agent.pages)
+    engine.finish_step(landing)
+    assert not engine.outputs[-1] or not any(each.new_token_ids for each in engine.outputs[-1][0].outputs)
+    assert again.num_preemptions == 1 and engine.agent.pages == kept, "nothing of that step is kept"
+    engine.workers.lose_landing = False
+    engine.agent.pages.clear()
+    other = engine.add("other", prompt(128), answer=5)
+    while engine.scheduler.has_requests():
+        engine.step()
+    assert again.num_output_tokens == other.num_output_tokens == 5
+    assert memory.restored_tokens == 0
+    assert counted.count("restore_failures") == 1
+    engine.assert_at_rest()
+
+
+@pytest.mark.parametrize("how", ["vllm's own scheduler", "another vllm", "not wanted"])
+def test_a_restore_lands_only_where_that_is_wanted_and_a_step_can_be_taken_back(
+    start: Start, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    if how == "another vllm":
+        monkeypatch.setattr("orbitkv.vllm.early.can_take_back", lambda: False)
+    extra = {} if how == "not wanted" else OVERLAP
+    engine = start(one_process=True, early=how != "vllm's own scheduler", extra=extra)
+    engine.workers.lands = True
+    for seed in (1, 2):
+        engine.serve(f"first {seed}", prompt(70, seed=seed))
+    engine.reset_hbm()
+    for seed in (1, 2):
+        engine.serve(f"again {seed}", prompt(70, seed=seed))
+    assert len(engine.workers.started) == 2 and not engine.workers.by_layer and not engine.workers.landed
 
 
 @pytest.mark.parametrize("early", [False, True])
@@ -665,7 +738,7 @@ def test_under_multi_connector(start: Start) -> None:
         return merged
 
     both = [type(workers)(engine.agent), workers]
-    engine.workers = type("Both", (), {"run": staticmethod(run)})()
+    engine.workers = type("Both", (), {"run": staticmethod(run), "land": workers.land})()
     engine.serve("first", prompt(70))
     engine.reset_hbm()
     engine.serve("again", prompt(70))

@@ -39,7 +39,8 @@ class Handle:
         self.status = status
         self.error: OrbitKVError | None = None
         self.dropped: dict[str, int] = {}
-        self.void = False
+        self.void = self.by_layer = self.handed_over = False
+        self.layers = 0
 
 
 class CopyingClient:
@@ -55,6 +56,7 @@ class CopyingClient:
         self.refuse_saves = self.queued = False
         self.proof_required = False
         self.used: list[bool] = []
+        self.waited: list[int] = []
         self.closed = False
 
     def register_context_batch(
@@ -73,11 +75,26 @@ class CopyingClient:
         self.closed = True
 
     def start_restore(
-        self, registration: GpuRegistration, lease: int, blocks: Sequence[Any], *, after: object = None
+        self,
+        registration: GpuRegistration,
+        lease: int,
+        blocks: Sequence[Any],
+        *,
+        layer_order: bool = False,
+        after: object = None,
     ) -> Handle:
         handle = Handle(RestoreStatus.PENDING)
+        handle.by_layer = layer_order
         self.restores.append((lease, blocks[0], handle))
         return handle
+
+    def wait_layer(self, handle: Handle, layer: int) -> bool:
+        self.waited.append(layer)
+        return handle.layers > layer
+
+    def wait_restore(self, handle: Handle) -> RestoreStatus:
+        self.waited.append(-1)
+        return handle.status
 
     def cancel_restore(self, handle: Handle) -> bool:
         if self.queued:
@@ -479,6 +496,110 @@ def test_a_restore_at_once_is_the_first_thing_that_an_engine_does(make: Make, cl
     assert half._adopted is None, "no step has run yet"
     half.start_at_once(load_step("a").loads[0])
     assert len(client.restores) == 1
+
+
+@pytest.fixture
+def landing(make: Make, client: CopyingClient) -> worker.WorkerHalf:
+    """A worker whose next step begins before its restore is over."""
+    half = make()
+    half.start_at_once(load_step("a").loads[0], by_layer=True)
+    handle = client.restores[0][2]
+    assert handle.by_layer
+    handle.handed_over = True
+    assert half.take_restored(computing=False) == {"a"}
+    assert half.landing
+    handle.status, handle.layers = RestoreStatus.DONE, 2
+    return half
+
+
+def test_a_step_waits_for_each_layer_of_a_restore_that_lands(landing: worker.WorkerHalf, client: CopyingClient) -> None:
+    landing.begin_landing(by_layer=True)
+    assert client.waited == []
+    for layer in ("a", "b"):
+        landing.wait_layer(layer)
+    assert client.waited == [0, 1]
+    landing.start_saves(StepMetadata())
+    assert client.waited == [0, 1, -1] and not landing.landing and not landing.take_landing_failed()
+    landing.wait_layer("a")
+    assert len(client.waited) == 3, "of steps that follow none waits"
+
+
+def test_a_step_that_names_no_layer_waits_for_all_before(landing: worker.WorkerHalf, client: CopyingClient) -> None:
+    landing.begin_landing(by_layer=False)
+    assert client.waited == [-1]
+    run(landing, StepMetadata())
+    assert not landing.take_landing_failed()
+
+
+def test_a_layer_that_reads_anothers_pages_waits_for_all(landing: worker.WorkerHalf, client: CopyingClient) -> None:
+    landing.begin_landing(by_layer=True)
+    landing.wait_layer("a")
+    landing.wait_layer("reader")
+    assert client.waited == [0, -1]
+    run(landing, StepMetadata())
+    assert not landing.take_landing_failed()
+
+
+@pytest.mark.parametrize("how", ["a layer is missing", "it fails", "a defect"])
+def test_what_a_landing_that_fails_had_computed_is_not_kept(
+    landing: worker.WorkerHalf, client: CopyingClient, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handle = client.restores[0][2]
+    if how == "a layer is missing":
+        handle.layers = 1
+    elif how == "it fails":
+        handle.status = RestoreStatus.FAILED
+    else:
+        monkeypatch.setattr(client, "wait_layer", lambda *_: 1 / 0)
+    landing.begin_landing(by_layer=True)
+    for layer in ("a", "b"):
+        landing.wait_layer(layer)
+    landing.start_saves(StepMetadata(saves=[Save(5, "a", HASH, (3,))]))
+    report = landing.take_report()
+    assert report is not None and report.ended == {5: 1} and not report.kept and not client.saves
+    assert landing.take_landing_failed() and not landing.take_landing_failed()
+    landing.start_saves(StepMetadata(saves=[Save(6, "a", HASH, (3,))]))
+    assert client.saves, "those of later steps are"
+
+
+def test_an_engine_that_does_not_say_what_it_reads_lands_none_any_more(
+    landing: worker.WorkerHalf, client: CopyingClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    landing.begin_landing(by_layer=True)
+    landing.wait_layer("a")
+    run(landing, StepMetadata())
+    assert landing.take_landing_failed() and "does not say which layer it reads" in caplog.text
+    landing.start_at_once(load_step("b").loads[0], by_layer=True)
+    assert not client.restores[1][2].by_layer
+
+
+def test_a_restore_lands_only_alone_and_when_all_of_it_is_with_the_gpu(
+    make: Make, client: CopyingClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half, clock = make(), Clock(monkeypatch)
+    half.start_at_once(load_step("a").loads[0], by_layer=True)
+    handle = client.restores[0][2]
+    assert half.take_restored(computing=False) == set() and clock.slept
+    clock.now += restores.HAND_OVER_S
+    slept = clock.slept
+    assert half.take_restored(computing=False) == set() and clock.slept == slept, "it is not waited for any longer"
+    handle.handed_over = True
+    assert half.take_restored(computing=True) == half.take_restored(computing=False, wait=False) == set()
+    run(half, load_step("b"))
+    assert half.take_restored(computing=False) == set(), "another one runs"
+    client.restores[1][2].status = RestoreStatus.DONE
+    assert run(half, StepMetadata()).received == {"b"}
+    assert half.take_restored(computing=False) == {"a"} and half.landing
+
+
+def test_small_restores_on_a_gpu_are_not_copied_layer_by_layer(
+    make: Make, client: CopyingClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half = make()
+    for size, by_layer in ((worker.BY_LAYER_BYTES - 1, False), (worker.BY_LAYER_BYTES, True)):
+        monkeypatch.setattr(half, "_gpu_bytes", lambda load, size=size: size)
+        half.start_at_once(load_step(f"of {size}").loads[0], by_layer=True)
+        assert client.restores[-1][2].by_layer is by_layer
 
 
 def test_a_worker_is_found_by_its_engine_where_it_is_the_only_one(make: Make) -> None:

@@ -218,7 +218,7 @@ class CudaDevice:
             words=memory.imported.pinned,
             layered=layered,
         )
-        lane = gpu.restores if to_engine else gpu.saves
+        lane = gpu.saves if not to_engine else gpu.layered if layered else gpu.restores
         assert lane is not None
         # Layer by layer there is much to plan, and a driver that pins or maps memory might make this thread wait.
         at_once = not layered and not self._driver.busy
@@ -230,11 +230,7 @@ class CudaDevice:
 
     def lanes_wait(self) -> bool:
         """Whether a lane's thread will need the interpreter, to hand more over before its GPU has nothing to do."""
-        for gpu in self._gpus.values():
-            for lane in (gpu.restores, gpu.saves):
-                if lane is not None and lane.waits:
-                    return True
-        return False
+        return any(lane.waits for gpu in self._gpus.values() for lane in gpu.lanes)
 
     def lane(self, registration: Registration) -> object:
         """See `Copier`."""

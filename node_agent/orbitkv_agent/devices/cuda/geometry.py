@@ -13,6 +13,9 @@ from orbitkv.protocol.messages import GroupGeometry
 
 Int64 = npt.NDArray[np.int64]
 
+LAYER_PIECE_BYTES: Final = 256 << 10
+"""Layers that lie one behind the other are joined up to this size where copies are made layer by layer: four pieces of
+64 KiB take a GPU no longer than one of 256, but the thread that hands them over four times as long."""
 FEW_PAGES: Final = 16
 """Whole pages up to this number are a piece each: looking for neighbours takes longer than copying them apart."""
 
@@ -28,7 +31,9 @@ class GroupPlaces:
         offset: (segments,) where the segment lies in the page image.
         page_bytes: size of a page.
         starts: sorted addresses at which allocations begin: a copy never reaches across one.
-        layers: base, stride, size and offset of each layer by itself.
+        layers: the same of segments that end with a layer, of at most `LAYER_PIECE_BYTES` if they are more than one
+            layer, for copies that are made layer by layer.
+        layers_in_place: (segments of `layers`,) how many layers are in place with each.
         few_sizes: (FEW_PAGES,) sizes of pages that are copied whole.
     """
 
@@ -39,6 +44,7 @@ class GroupPlaces:
     page_bytes: int
     starts: Int64
     layers: tuple[Int64, Int64, Int64, Int64]
+    layers_in_place: Int64
     few_sizes: Int64 = field(init=False)
 
     def __post_init__(self) -> None:
@@ -70,12 +76,25 @@ def group_places(geometry: GroupGeometry, addresses: Mapping[int, int]) -> Group
     offset = np.cumsum(size) - size
     follows = (base[1:] == base[:-1] + size[:-1]) & (stride[1:] == stride[:-1]) & (allocation[1:] == allocation[:-1])
     first = np.flatnonzero(np.concatenate(([True], ~follows)))
+    joined = _first_layers(size.tolist(), follows.tolist())
     return GroupPlaces(
         base=base[first],
         stride=stride[first],
         size=np.add.reduceat(size, first),
         offset=offset[first],
         page_bytes=int(size.sum()),
-        layers=(base, stride, size, offset),
+        layers=(base[joined], stride[joined], np.add.reduceat(size, joined), offset[joined]),
+        layers_in_place=np.append(joined[1:], len(layers)),
         starts=np.unique(np.array([addresses[index] for index in sorted(set(allocation.tolist()))], np.int64)),
     )
+
+
+def _first_layers(sizes: list[int], follows: list[bool]) -> Int64:
+    """The first layer of each segment of a copy that is made layer by layer."""
+    first, joined = [0], sizes[0]
+    for layer, (size, behind) in enumerate(zip(sizes[1:], follows, strict=True), start=1):
+        joined += size
+        if not behind or joined > LAYER_PIECE_BYTES:
+            first.append(layer)
+            joined = size
+    return np.array(first, np.int64)

@@ -68,6 +68,9 @@ class Gpu:
 
     What takes the driver long, mapping and unmapping, happens on a thread of its own; so copies go on meanwhile.
 
+    Restores that are copied layer by layer have a lane of their own: all of one is handed over at once, so that it ends
+    whatever becomes of this process, and those in the other lane do not wait behind it.
+
     Args:
         post: has a callback called on the owner thread.
         lost: called on the owner thread when the GPU fails.
@@ -81,6 +84,7 @@ class Gpu:
         self.context_bytes = 0
         self.restores: Lane | None = None
         self.saves: Lane | None = None
+        self.layered: Lane | None = None
         self._driver = driver
         self._post = post
         self._lost = lost
@@ -89,6 +93,11 @@ class Gpu:
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"orbitkv-gpu{info.ordinal}", daemon=True)
         self._thread.start()
+
+    @property
+    def lanes(self) -> list[Lane]:
+        """Those that it has: none before its first registration."""
+        return [lane for lane in (self.restores, self.saves, self.layered) if lane is not None]
 
     # ---------------------------------------------------------------------------------------- the owner thread
 
@@ -154,9 +163,8 @@ class Gpu:
         self._thread.join()
         if self.context:
             self._driver.set_current(self.context)
-        for lane in (self.restores, self.saves):
-            if lane is not None:
-                lane.close()
+        for lane in self.lanes:
+            lane.close()
         if self.context:
             for address, _ in self._mapped.values():
                 self._driver.close_memory(address)
@@ -187,10 +195,14 @@ class Gpu:
             self.restores = Lane(self._driver, context, f"{name}-restores", to_device=True, post=post, lost=lost)
             made.append(self.restores)
             self.saves = Lane(self._driver, context, f"{name}-saves", to_device=False, post=post, lost=lost)
+            made.append(self.saves)
+            self.layered = Lane(
+                self._driver, context, f"{name}-layered", to_device=True, whole=True, post=post, lost=lost
+            )
         except Exception:  # no memory for a stream, or no thread: the next registration tries again
             for each in made:
                 each.close()
-            self.restores = self.saves = None
+            self.restores = self.saves = self.layered = None
             self._driver.release_context(self.info.ordinal)
             raise
         self.context_bytes = own_bytes(

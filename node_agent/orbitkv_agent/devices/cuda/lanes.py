@@ -133,7 +133,7 @@ class CopyJob:
             self.error = str(error)
         finally:
             if progress is not None:
-                progress.end()
+                progress.end(whole=self.layered and self._words and self.whole and not self.error)
         return size
 
     def abandon(self) -> None:
@@ -172,6 +172,7 @@ class Lane:
         driver: the CUDA driver.
         context: of the GPU.
         to_device: restores, or else saves.
+        whole: all of a copy is handed over at once.
         post: has a callback called on the owner thread.
         lost: called on the owner thread when the GPU fails so that it cannot be known whether copies have ended.
     """
@@ -183,6 +184,7 @@ class Lane:
         name: str,
         *,
         to_device: bool,
+        whole: bool = False,
         post: Callable[[Callable[[], None]], None],
         lost: Callable[[str], None],
     ) -> None:
@@ -191,6 +193,7 @@ class Lane:
         self._name = name
         self._to_device = to_device
         self._chunk_bytes = CHUNK_BYTES if to_device else SAVE_CHUNK_BYTES
+        self._enough = _ALL if whole else self._chunk_bytes
         self._post = post
         self._lost = lost
         # Invariant: `_jobs` have chunks to be handed over, `_flying` is what the GPU has, in its order. Lists, sizes
@@ -348,7 +351,7 @@ class Lane:
         for job in [each for each in self._jobs if each.submitted]:
             self._jobs.remove(job)
             self._end_if_drained(job)
-        if not self._jobs or (len(self._flying) >= CHUNKS_IN_FLIGHT and self._flying_bytes >= self._chunk_bytes):
+        if not self._jobs or (len(self._flying) >= CHUNKS_IN_FLIGHT and self._flying_bytes >= self._enough):
             return None
         if len(self._jobs) == 1:
             self._smallest_next = True

@@ -111,22 +111,23 @@ def plan_copy(groups: Iterable[PagesOfGroup], chunk_bytes: int = CHUNK_BYTES) ->
 
 
 def plan_layers(groups: Iterable[PagesOfGroup], chunk_bytes: int = CHUNK_BYTES) -> CopyPlan:
-    """Plan the copy of pages so that one layer after the other is in place. Nothing becomes one piece."""
+    """Plan the copy of pages so that one layer after the other is in place. No two pages become one piece."""
     parts: list[tuple[Int64, Int64, Int64]] = []
-    ends = [0]
+    ends, in_place = [0], [0]
     for group in groups:
         base, stride, size, offset = group.places.layers
         count = group.blocks.size
         device = (base[:, None] + group.blocks[None, :] * stride[:, None]).ravel()
         parts.append(((group.pages[None, :] + offset[:, None]).ravel(), device, np.repeat(size, count)))
         ends += (ends[-1] + np.cumsum(size * count)).tolist()
+        in_place += (in_place[-1] + group.places.layers_in_place).tolist()
     if not parts or not ends[-1]:
         return plan_copy(())
     host, device, sizes = (np.concatenate([part[i] for part in parts]) for i in range(3))
     host, device, sizes = _cut(host, device, sizes, chunk_bytes)
     chunks = _chunks(sizes, chunk_bytes)
     copied = np.cumsum([size for _, _, size in chunks])
-    layers = tuple(np.searchsorted(ends[1:], copied, side="right").tolist())
+    layers = tuple(in_place[place] for place in np.searchsorted(ends[1:], copied, side="right").tolist())
     return CopyPlan(host.view(np.uint64), device.view(np.uint64), sizes.view(np.uint64), chunks, layers)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from orbitkv.cuda import LibCuda
-from orbitkv.vllm.injected import joined
+from orbitkv.vllm.injected import EARLY_SCHEDULER, joined
 from orbitkv.vllm.tests.engine.checks import (
     BLOCK,
     assert_bit_equal,
@@ -92,6 +92,54 @@ def test_an_injected_engine_restores_the_same(tmp_path: Path, agent: AgentProces
         assert_same_answer(restored, hit, "an injected engine")
     assert_bit_equal(engine.blocks(), before, 3 * (300 // BLOCK), "an injected engine")
     assert "OrbitKV: vLLM is told of restores" not in engine.log_text(), "it went on as vLLM's own"
+
+
+LANDING = "orbitkv.vllm.tests.engine.landing"
+
+
+def test_a_request_that_begins_before_its_restore_is_over_answers_the_same(
+    agent: AgentProcess, start_engine: EngineMaker
+) -> None:
+    connector = {"kv_connector": "LandingConnector", "kv_connector_module_path": LANDING}
+    engine = start_engine(agent, connector=connector, scheduler_cls=EARLY_SCHEDULER, settings={"overlap": "on"})
+    prompts = [tokens(f"landing {number}", 300 + 500 * number) for number in range(3)]
+    hits = []
+    for prompt in prompts:
+        engine.ask(prompt)
+        hits.append(engine.ask(prompt, logprobs=1))
+    saved(engine, agent)
+    before = engine.blocks()
+    engine.reset()
+    for prompt, hit in zip(prompts, hits, strict=True):
+        restored = engine.ask(prompt, logprobs=1)
+        assert_sources(restored, hbm=0, orbitkv=full_blocks(len(prompt)), what="landing")
+        assert_same_answer(restored, hit, "landing")
+    assert_bit_equal(engine.blocks(), before, 300 // BLOCK, "landing")
+    assert engine.metric("vllm:orbitkv_restores_overlapped_total") == len(prompts)
+    assert engine.metric("vllm:orbitkv_restore_failures_total") == 0
+
+
+def test_what_was_computed_from_a_layer_that_did_not_come_is_dropped(
+    agent: AgentProcess, start_engine: EngineMaker
+) -> None:
+    connector = {"kv_connector": "LosingConnector", "kv_connector_module_path": LANDING}
+    engine = start_engine(agent, connector=connector, scheduler_cls=EARLY_SCHEDULER, settings={"overlap": "on"})
+    prompt = tokens("losing", 300)
+    cold = engine.ask(prompt, logprobs=1, max_tokens=20)
+    hit = engine.ask(prompt, logprobs=1, max_tokens=20)
+    saved(engine, agent)
+    engine.reset()
+    again = engine.ask(prompt, logprobs=1, max_tokens=20)
+    assert again.preemptions == 1, "its first step was not taken back"
+    assert engine.metric("vllm:orbitkv_restore_failures_total") == 1
+    assert again.tokens == cold.tokens and len(again.tokens) == 20
+    saved(engine, agent)
+    engine.reset()
+    restored = engine.ask(prompt, logprobs=1, max_tokens=20)
+    assert restored.preemptions == 0 and restored.orbitkv_tokens == full_blocks(300)
+    assert_same_answer(restored, hit, "after one that was lost")
+    assert engine.metric("vllm:orbitkv_restores_overlapped_total") == 2
+    assert "began before its restore was over, and that" in engine.log_text()
 
 
 def test_sliding_window_model_is_restored_right_or_refused_by_name(

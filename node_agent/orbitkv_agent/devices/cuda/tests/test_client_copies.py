@@ -198,12 +198,14 @@ def test_layers_come_one_after_the_other_where_that_is_asked_for(
     gpu.hold()
     calls = len(gpu.calls)
     restore = engine.restore(hashes, targets, layer_order=True)
-    until(lambda: len(gpu.calls) == calls + 2)  # of 5 pages' halves each: 10 of 16
+    until(lambda: len(gpu.calls) == calls + 4)  # of 5 pages' halves each, and the last of 16
     assert restore.status is RestoreStatus.ENQUEUED or engine.client.wait_restore_enqueued(restore, 10)
+    until(lambda: restore.handed_over)
     assert engine.client.layers_ready(restore) == 0 and not engine.client.wait_layer(restore, 0, 0.01)
     before[0, targets] = before[0, sources]
     with running.standing_still():
         gpu.step(2)
+        assert restore.handed_over
         assert engine.client.wait_layer(restore, 0, 10) and engine.client.layers_ready(restore) == 1
         assert not restore.status.final and not engine.client.wait_layer(restore, 1, 0.01)
         assert (engine.kv[0] == before[0]).all(), "the first layer is whole"
@@ -211,6 +213,28 @@ def test_layers_come_one_after_the_other_where_that_is_asked_for(
     assert engine.client.wait_layer(restore, 1, 10)
     before[1, targets] = before[1, sources]
     assert engine.client.wait_restore(restore, 10) is RestoreStatus.DONE and (engine.kv == before).all()
+    assert not restore.handed_over
+    engine.client.close()
+
+
+def test_other_restores_are_not_behind_one_that_is_handed_over_whole(
+    running: Running, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("orbitkv_agent.devices.cuda.lanes.CHUNK_BYTES", PAGE)
+    engine = Engine(running, gpu)
+    hashes = names(*range(8))
+    kept(engine, hashes, list(range(8)))
+    gpu.hold()
+    calls = len(gpu.calls)
+    layered = engine.restore(hashes, list(range(20, 36, 2)), layer_order=True)
+    until(lambda: len(gpu.calls) == calls + 8)
+    other = engine.restore(names(3), [50])
+    until(lambda: len(gpu.calls) == calls + 9)
+    assert len({stream for stream, queue in gpu._streams.items() if queue}) == 2, "each has a stream of its own"
+    gpu.release()
+    for restore in (layered, other):
+        assert engine.client.wait_restore(restore, 10) is RestoreStatus.DONE
+    assert (engine.kv[:, 50] == engine.kv[:, 3]).all()
     engine.client.close()
 
 

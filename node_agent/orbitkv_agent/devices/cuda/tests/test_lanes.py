@@ -33,6 +33,7 @@ class Said:
     Attributes:
         begun: chunks that were handed over, or are about to be.
         open: of these, such whose handing over has not ended.
+        whole: all of it was handed over, after so many chunks.
         wanted: more may be handed over.
     """
 
@@ -40,14 +41,17 @@ class Said:
         self.words, self.value = words, value
         self.begun = self.open = 0
         self.wanted = True
+        self.whole = 0
 
     def begin(self) -> bool:
         self.begun += self.wanted
         self.open += self.wanted
         return self.wanted
 
-    def end(self) -> None:
+    def end(self, *, whole: bool) -> None:
         self.open -= 1
+        if whole:
+            self.whole = self.begun
 
     def word(self, *, last: bool, layers: int) -> Word:
         address = self.words.ctypes.data
@@ -68,7 +72,9 @@ class Bench:
         self.lost: list[str] = []
         one = np.array([0], np.int64)
         base = np.array([self.engine.ctypes.data], np.int64)
-        self.places = GroupPlaces(base, one + PAGE, one + PAGE, one, PAGE, base, (base, one + PAGE, one + PAGE, one))
+        self.places = GroupPlaces(
+            base, one + PAGE, one + PAGE, one, PAGE, base, (base, one + PAGE, one + PAGE, one), one + 1
+        )
         self.lane = Lane(self.gpu, 1000, "lane", to_device=True, post=self.mail.put, lost=self.lost.append)
         self.word = np.zeros(2, np.uint64)
         self.gpu.pin(self.word.ctypes.data, 16)
@@ -357,6 +363,30 @@ def test_the_next_copy_after_a_large_one_by_itself_goes_first_if_it_is_smaller(b
         bench.ended.clear()
 
 
+def test_a_copy_by_layer_is_handed_over_whole_where_the_lane_does_that_and_says_so(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lanes, "LAYER_CHUNK_BYTES", 4 * PAGE)
+    lane = Lane(bench.gpu, 1000, "whole", to_device=True, whole=True, post=bench.mail.put, lost=bench.lost.append)
+
+    def submit(said: Said, *, layered: bool = False, words: bool = True) -> Said:
+        pages = bench.copy("", 240)._groups
+        ended = lambda error: bench.ended.append(("", error))  # noqa: E731
+        lane.submit(CopyJob(pages, ended, progress=said, layered=layered, words=words))
+        return said
+
+    bench.gpu.hold()
+    layered = submit(bench.says(7), layered=True)
+    bench.until(lambda: layered.begun == 60 and not layered.open)
+    assert layered.whole == 60 and not bench.ended
+    bench.gpu.release()
+    others = submit(bench.says(8)), submit(bench.says(9), layered=True, words=False)
+    bench.until(lambda: len(bench.ended) == 3)
+    lane.close()
+    assert [error for _, error in bench.ended] == 3 * [""]
+    assert not any(other.whole for other in others), "this process would have to tell the end"
+
+
 def test_small_pieces_of_several_groups_are_one_chunk(bench: Bench) -> None:
     job = CopyJob(
         [*bench.copy("", 3)._groups, *bench.copy("", 4, first=10)._groups],
@@ -465,7 +495,7 @@ def test_every_copy_ends_once_and_whole_unless_it_is_given_up(seed: int) -> None
     engine, host = gpu.allocate(pages * page), np.zeros(pages * page, np.uint8)
     gpu.pin(host.ctypes.data, host.nbytes)
     one, base = np.array([0], np.int64), np.array([engine.ctypes.data], np.int64)
-    places = GroupPlaces(base, one + page, one + page, one, page, base, (base, one + page, one + page, one))
+    places = GroupPlaces(base, one + page, one + page, one, page, base, (base, one + page, one + page, one), one + 1)
     mail: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
     lane = Lane(gpu, 1000, "lane", to_device=False, post=mail.put, lost=pytest.fail)
     lane._chunk_bytes = 6 * page

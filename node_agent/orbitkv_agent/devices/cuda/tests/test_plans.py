@@ -88,6 +88,34 @@ def test_a_plan_moves_every_byte_of_every_page_to_its_place(
     assert covered == list(range(plan.sizes.size)), "chunks leave out or repeat pieces"
 
 
+def test_layer_by_layer_small_layers_of_a_page_are_joined() -> None:
+    geometry = layout("block-outermost", 10, 64, 65536)
+    places = group_places(geometry, addresses(geometry))
+    blocks = np.array([9, 2, 30])
+    pages = HOST + np.array([0, 3, 5], np.int64) * places.page_bytes
+    group = PagesOfGroup(places, blocks, pages, np.zeros(3, np.bool_))
+    plan = plan_layers([group, group], 6 * 65536)
+    assert plan.sizes.tolist() == [4 * 65536] * 6 + [2 * 65536] * 3 + [4 * 65536] * 6 + [2 * 65536] * 3
+    assert plan.host[3:6].tolist() == (pages + 4 * 65536).tolist()
+    ends = np.cumsum(plan.sizes).tolist()
+    for (_, end, _), in_place in zip(plan.chunks, plan.layers, strict=True):
+        done = ends[end - 1]
+        layers = [4, 8, 10, 14, 18, 20]
+        sizes = [12 * 65536, 24 * 65536, 30 * 65536, 42 * 65536, 54 * 65536, 60 * 65536]
+        assert in_place == max([0, *(layer for layer, size in zip(layers, sizes, strict=True) if size <= done)])
+    assert plan.layers[-1] == 20
+
+
+def test_layer_by_layer_large_layers_and_such_that_lie_apart_are_not_joined() -> None:
+    for kind, size in (("block-outermost", 300 << 10), ("layer-outermost", 4096), ("padded", 4096)):
+        geometry = layout(kind, 3, 64, size)
+        places = group_places(geometry, addresses(geometry))
+        pages = PagesOfGroup(places, np.array([5]), np.array([HOST]), np.zeros(1, np.bool_))
+        plan = plan_layers([pages])
+        assert plan.sizes.tolist() == [size] * 3, kind
+        assert plan.layers == (3,)
+
+
 def test_a_page_of_a_block_outermost_layout_is_one_piece() -> None:
     geometry = layout("block-outermost", 36, 64, 65536)
     places = group_places(geometry, addresses(geometry))
