@@ -4,6 +4,7 @@ import os
 
 import pytest
 
+from orbitkv.protocol.messages import RecordRef
 from orbitkv.protocol.records import (
     FIRST_SLOT,
     RECORD_BYTES,
@@ -99,12 +100,15 @@ def test_copies_are_drained_when_the_gpu_has_counted_every_chunk_that_was_handed
     writer.hand_over(second, 1)
     chunks = ctypes.c_uint64.from_address(writer.place_of_chunks(first))
     chunks.value = writer.word_of_chunks(1, layers=2)
-    assert not reader.drained()
+    assert not reader.drained() and not reader.handed_over(first)
+    writer.hand_over(first, 2, whole=True)
+    assert reader.handed_over(first) and not reader.handed_over(second) and not reader.drained()
     chunks.value = writer.word_of_chunks(2, layers=3)
     assert not reader.drained(), "the second is not"
     writer.close(second, RecordState.FAILED)
     assert reader.drained()
     writer.close(first, RecordState.DONE)
+    assert not reader.handed_over(first)
     others = [writer.open() for _ in range(SLOTS - FIRST_SLOT)]
     assert all(others) and reader.drained(), "slots that are used again begin anew"
 
@@ -113,6 +117,6 @@ def test_an_agent_of_the_release_before_tells_no_chunks() -> None:
     fd = os.memfd_create("old")
     os.ftruncate(fd, RECORD_BYTES)
     reader = RecordReader(fd)
-    assert reader.words[0] == 0 and not reader.drained()
+    assert reader.words[0] == 0 and not reader.drained() and not reader.handed_over(RecordRef(8, 0))
     reader.close()
     os.close(fd)
