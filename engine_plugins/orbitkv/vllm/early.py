@@ -74,7 +74,8 @@ class EarlyScheduler(Scheduler):
         if scheduler_output is self._landing_step:
             self._landing_step = None
             connector = self.connector
-            if isinstance(connector, OrbitKVConnector) and connector.take_landing_failed():
+            failed = isinstance(connector, OrbitKVConnector) and connector.take_landing_failed()
+            if failed and guard("vllm-landed-only"):
                 self._take_back()
         return super().update_from_output(scheduler_output, model_runner_output)
 

@@ -333,7 +333,8 @@ class WorkerHalf:
         self._land()
         if not step.saves:
             return
-        if self._landing_failed:  # who read what was not there computed what must not be kept
+        # Who read what was not there computed what must not be kept.
+        if self._landing_failed and guard("vllm-landed-only"):
             for save in step.saves:
                 self._ended(save, kept=False)
             return

@@ -307,6 +307,7 @@ def test_a_lone_request_begins_before_its_restore_is_over(start: Start) -> None:
     engine.assert_at_rest()
 
 
+@pytest.mark.guard("vllm-landed-only")
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_what_a_step_computed_from_pages_that_did_not_come_is_dropped(
     start: Start, monkeypatch: pytest.MonkeyPatch, asynchronous: bool

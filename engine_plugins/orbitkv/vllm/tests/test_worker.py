@@ -540,6 +540,7 @@ def test_a_layer_that_reads_anothers_pages_waits_for_all(landing: worker.WorkerH
     assert not landing.take_landing_failed()
 
 
+@pytest.mark.guard("vllm-landed-only")
 @pytest.mark.parametrize("how", ["a layer is missing", "it fails", "a defect"])
 def test_what_a_landing_that_fails_had_computed_is_not_kept(
     landing: worker.WorkerHalf, client: CopyingClient, how: str, monkeypatch: pytest.MonkeyPatch

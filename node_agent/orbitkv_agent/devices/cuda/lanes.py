@@ -193,7 +193,7 @@ class Lane:
         self._name = name
         self._to_device = to_device
         self._chunk_bytes = CHUNK_BYTES if to_device else SAVE_CHUNK_BYTES
-        self._enough = _ALL if whole else self._chunk_bytes
+        self._whole = whole
         self._post = post
         self._lost = lost
         # Invariant: `_jobs` have chunks to be handed over, `_flying` is what the GPU has, in its order. Lists, sizes
@@ -351,7 +351,8 @@ class Lane:
         for job in [each for each in self._jobs if each.submitted]:
             self._jobs.remove(job)
             self._end_if_drained(job)
-        if not self._jobs or (len(self._flying) >= CHUNKS_IN_FLIGHT and self._flying_bytes >= self._enough):
+        busy = len(self._flying) >= CHUNKS_IN_FLIGHT and self._flying_bytes >= self._chunk_bytes
+        if not self._jobs or (busy and not self._whole):
             return None
         if len(self._jobs) == 1:
             self._smallest_next = True
