@@ -70,15 +70,9 @@ def test_speculation_saves_accepted_tokens_only(agent: AgentProcess, start_engin
     assert_bit_equal(engine.blocks(), before, len(turn) // BLOCK, "pages filled under speculation")
 
 
-def test_an_injected_engine_restores_the_same(tmp_path: Path, agent: AgentProcess, start_engine: EngineMaker) -> None:
-    """As in an annotated pod: nothing is said of OrbitKV but in the environment. The entry point sets the connector,
-    and the scheduler class that is told of restores before it schedules."""
-    environment = installed_as_entry_point(tmp_path)
-    environment |= {"ORBITKV_INJECTED": "0.1.0", "ORBITKV_BOOTSTRAP_SOCKET": str(agent.socket_path)}
-    environment |= {f"ORBITKV_{name.upper()}": str(value) for name, value in PATIENT_SETTINGS.items()}
-    engine = start_engine(None, environment=environment)
-    assert "OrbitKV: the scheduler class is set, too" in engine.log_text()
-    prompts = [tokens(f"injected {number}", 300) for number in range(3)]
+def assert_restores_the_same(engine: EngineProcess, agent: AgentProcess, lengths: list[int], what: str) -> None:
+    """Prompts of so many tokens come back with the answers of hits in HBM, and bit for bit."""
+    prompts = [tokens(f"{what} {number}", length) for number, length in enumerate(lengths)]
     hits = []
     for prompt in prompts:
         engine.ask(prompt)
@@ -88,9 +82,20 @@ def test_an_injected_engine_restores_the_same(tmp_path: Path, agent: AgentProces
     engine.reset()
     for prompt, hit in zip(prompts, hits, strict=True):
         restored = engine.ask(prompt, logprobs=1)
-        assert_sources(restored, hbm=0, orbitkv=full_blocks(300), what="an injected engine")
-        assert_same_answer(restored, hit, "an injected engine")
-    assert_bit_equal(engine.blocks(), before, 3 * (300 // BLOCK), "an injected engine")
+        assert_sources(restored, hbm=0, orbitkv=full_blocks(len(prompt)), what=what)
+        assert_same_answer(restored, hit, what)
+    assert_bit_equal(engine.blocks(), before, sum(length // BLOCK for length in lengths), what)
+
+
+def test_an_injected_engine_restores_the_same(tmp_path: Path, agent: AgentProcess, start_engine: EngineMaker) -> None:
+    """As in an annotated pod: nothing is said of OrbitKV but in the environment. The entry point sets the connector,
+    and the scheduler class that is told of restores before it schedules."""
+    environment = installed_as_entry_point(tmp_path)
+    environment |= {"ORBITKV_INJECTED": "0.1.0", "ORBITKV_BOOTSTRAP_SOCKET": str(agent.socket_path)}
+    environment |= {f"ORBITKV_{name.upper()}": str(value) for name, value in PATIENT_SETTINGS.items()}
+    engine = start_engine(None, environment=environment)
+    assert "OrbitKV: the scheduler class is set, too" in engine.log_text()
+    assert_restores_the_same(engine, agent, 3 * [300], "injected")
     assert "OrbitKV: vLLM is told of restores" not in engine.log_text(), "it went on as vLLM's own"
 
 
@@ -102,20 +107,8 @@ def test_a_request_that_begins_before_its_restore_is_over_answers_the_same(
 ) -> None:
     connector = {"kv_connector": "LandingConnector", "kv_connector_module_path": LANDING}
     engine = start_engine(agent, connector=connector, scheduler_cls=EARLY_SCHEDULER, settings={"overlap": "on"})
-    prompts = [tokens(f"landing {number}", 300 + 500 * number) for number in range(3)]
-    hits = []
-    for prompt in prompts:
-        engine.ask(prompt)
-        hits.append(engine.ask(prompt, logprobs=1))
-    saved(engine, agent)
-    before = engine.blocks()
-    engine.reset()
-    for prompt, hit in zip(prompts, hits, strict=True):
-        restored = engine.ask(prompt, logprobs=1)
-        assert_sources(restored, hbm=0, orbitkv=full_blocks(len(prompt)), what="landing")
-        assert_same_answer(restored, hit, "landing")
-    assert_bit_equal(engine.blocks(), before, 300 // BLOCK, "landing")
-    assert engine.metric("vllm:orbitkv_restores_overlapped_total") == len(prompts)
+    assert_restores_the_same(engine, agent, [300, 800, 1300], "landing")
+    assert engine.metric("vllm:orbitkv_restores_overlapped_total") == 3
     assert engine.metric("vllm:orbitkv_restore_failures_total") == 0
 
 
