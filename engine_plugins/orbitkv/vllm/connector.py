@@ -294,9 +294,9 @@ class OrbitKVConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.lands = self._scheduler.link.config.overlap == "on"
 
     @property
-    def landing(self) -> bool:
-        """Whether the step that is scheduled now waits for a restore, layer by layer."""
-        return self._scheduler is not None and self._scheduler.landing
+    def landing(self) -> str:
+        """The request for whose restore the step that is scheduled now waits, layer by layer; "" when there is none."""
+        return self._scheduler.landing if self._scheduler is not None else ""
 
     def take_landing_failed(self) -> bool:
         """Return whether a step read what was not in place, since the last call."""
@@ -377,7 +377,7 @@ class OrbitKVConnector(KVConnectorBase_V1, SupportsHMA):
         """A step begins."""
         super().bind_connector_metadata(connector_metadata)
         if self._worker is not None and self._worker.landing:
-            self._worker.begin_landing(by_layer=names_layers())
+            self._worker.begin_landing(names_layers)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """The step is about to read a layer: wait for a restore that lands with it. Others ended before it began."""

@@ -3,9 +3,10 @@
 Otherwise it hears of them with the output of a step, and where the engine computes nothing else vLLM sleeps for a
 millisecond between that and the step in which the restored request begins.
 
-Where the engine has nothing else to do, a request begins before all of its restore is there, and its step waits for
-each layer (`landing.py`). Until that step is over nothing else is scheduled. If not all was in place when it was read,
-all that the step computed is dropped, its blocks leave the prefix cache, and its requests are scheduled anew.
+With `orbitkv.overlap`, and where the engine has nothing else to do, a request begins before all of its restore is
+there, and its step waits for each layer (`landing.py`). Until that step is over nothing else is scheduled. If not all
+was in place when it was read, all that the step computed is dropped, its blocks leave the prefix cache, and its
+requests are scheduled anew.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import RequestStatus
 
 from orbitkv.guards import guard
 
@@ -44,7 +46,9 @@ class EarlyScheduler(Scheduler):
         super().__init__(*args, **kwargs)
         self._landing_step: Any = None
         """The output of `schedule` for a step that waits for a restore, until that step is over."""
+        self._landing_request = ""
         self._landing_blocks: set[int] = set()
+        """All blocks of that request, and of those that are scheduled with it."""
         if isinstance(self.connector, OrbitKVConnector) and can_take_back():
             self.connector.let_land()
 
@@ -57,9 +61,9 @@ class EarlyScheduler(Scheduler):
         if connector.hears_early:
             self._take_restored(connector)
         output = super().schedule(*args, **kwargs)
-        if connector.landing:
-            self._landing_step = output
-            blocks = [self.kv_cache_manager.get_block_ids(request) for request in output.num_scheduled_tokens]
+        if landing := connector.landing:
+            self._landing_step, self._landing_request = output, landing
+            blocks = [self.kv_cache_manager.get_block_ids(each) for each in {landing, *output.num_scheduled_tokens}]
             self._landing_blocks = {block for groups in blocks for group in groups for block in group}
         return output
 
@@ -86,6 +90,14 @@ class EarlyScheduler(Scheduler):
         while self.running:
             self._preempt_request(self.running.pop(), now, drop_stale_output=True)
         self.prev_step_scheduled_req_ids.clear()
+        request = self.requests.get(self._landing_request)
+        if request is None or request.is_finished() or not request.num_computed_tokens:
+            return
+        request.num_computed_tokens = 0  # it was not scheduled: go on as vLLM does where a load failed
+        if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
+            self.failed_recving_kv_req_ids.add(request.request_id)
+        else:
+            self.kv_cache_manager.free(request)
 
     def _take_restored(self, connector: OrbitKVConnector) -> None:
         restored: set[str] = set()

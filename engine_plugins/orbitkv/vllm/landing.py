@@ -26,6 +26,7 @@ class Landing:
         layers: names of the engine's layers, in the order in which they are copied.
 
     Attributes:
+        request: whose it is.
         in_place: all that was read so far was in place before.
         blind: the step said nothing of some layers, so nobody knows whether they were in place when it read them.
     """
@@ -34,7 +35,7 @@ class Landing:
         assert running.client is not None and running.handle is not None
         self._client: CacheManagerClient = running.client
         self._handle: RestoreHandle = running.handle
-        self._request = running.load.request_id
+        self.request = running.load.request_id
         self._places = {name: place for place, name in enumerate(layers)}
         self._unseen = set(layers)
         self.in_place = True
@@ -44,6 +45,7 @@ class Landing:
         """The step begins. Where it does not name each layer before it reads it, all of them are waited for now."""
         if not by_layer:
             self._wait_for_all()
+            self._unseen.clear()
 
     def wait_layer(self, name: str) -> None:
         """Wait until the pages of a layer are in place. One that is not known reads those of another: wait for all."""
@@ -66,13 +68,12 @@ class Landing:
     def _wait_for_all(self) -> None:
         if self._client.wait_restore(self._handle) is not RestoreStatus.DONE:
             self._missed()
-        self._unseen.clear()
 
     def _missed(self) -> None:
         if self.in_place:
             logger.warning(
                 "OrbitKV: request %s began before its restore was over, and that %s; it is computed",
-                self._request,
+                self.request,
                 f"failed: {self._handle.error}" if self._handle.status.final else "was not waited for",
             )
         self.in_place = False

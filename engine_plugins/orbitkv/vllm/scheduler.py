@@ -466,10 +466,10 @@ class SchedulerHalf:
         return restored
 
     @property
-    def landing(self) -> bool:
-        """Whether the step that is scheduled now waits for a restore, layer by layer."""
+    def landing(self) -> str:
+        """The request for whose restore the step that is scheduled now waits, layer by layer; "" when there is none."""
         worker = self._worker_here() if self.lands else None
-        return worker is not None and worker.landing
+        return worker.landing if worker is not None else ""
 
     def take_landing_failed(self) -> bool:
         """Return whether a step read what was not in place, since the last call."""

@@ -36,7 +36,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("breaker_trips", False, "Times that the agent did not answer within a step's allowance."),
     Metric("restores", False, "Restores that began."),
     Metric("restore_failures", False, "Restores that failed; their tokens were computed."),
-    Metric("restores_overlapped", False, "Restores that ended while their request was computed already."),
+    Metric("restores_overlapped", False, "Restores whose request began before they were over."),
     Metric("saves", False, "Saves handed to the workers."),
     Metric("save_failures", False, "Saves of which at least one worker kept less than all pages."),
     Metric("prompt_tokens_hbm", False, "Tokens found in the engine's own cache when a request was admitted."),

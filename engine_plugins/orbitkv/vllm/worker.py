@@ -421,15 +421,15 @@ class WorkerHalf:
     # --- a restore that lands with the step
 
     @property
-    def landing(self) -> bool:
-        """Whether the next step waits for one, layer by layer."""
-        return self._landing is not None
+    def landing(self) -> str:
+        """The request for whose restore the next step waits, layer by layer; "" when there is none."""
+        return self._landing.request if self._landing is not None else ""
 
-    def begin_landing(self, *, by_layer: bool) -> None:
-        """That step begins; `by_layer`: it calls `wait_layer` before it reads a layer."""
+    def begin_landing(self, by_layer: Callable[[], bool]) -> None:
+        """That step begins; `by_layer`: whether it calls `wait_layer` before it reads a layer."""
         landing = self._landing
         if landing is not None:
-            self._await(lambda: landing.begin(by_layer=by_layer))
+            self._await(lambda: landing.begin(by_layer=by_layer()))
 
     def wait_layer(self, name: str) -> None:
         """The step is about to read a layer."""
@@ -457,7 +457,9 @@ class WorkerHalf:
         try:
             wait()
         except Exception:
-            self._landing_failed = self._landing_failed or guard("vllm-contained")
+            if not guard("vllm-contained"):
+                raise
+            self._landing_failed = True
             logger.exception("OrbitKV: waiting for a restore failed; its request is computed")
 
     # --- internals

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from orbitkv.client import (
 )
 from orbitkv.client import connection as connection_module
 from orbitkv.client.connection import Connection
+from orbitkv.client.copies import CopyPlan
 from orbitkv.protocol.framing import MAX_FRAME_BYTES
 from orbitkv.protocol.messages import SyncArenas
 from orbitkv.scheduling import LONG_SLICE_S, slice_s
@@ -69,6 +71,27 @@ def test_a_skipped_page_leaves_its_block_alone(engine: Engine) -> None:
     assert np.array_equal(engine.kv[:, 9], before[:, 1])
     untouched = np.setdiff1d(np.arange(BLOCKS), [9])
     assert np.array_equal(engine.kv[:, untouched], before[:, untouched])
+
+
+@pytest.mark.parametrize("layer_order", [False, True])
+def test_a_restore_that_this_process_copies_layer_by_layer_ends_by_itself(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, layer_order: bool
+) -> None:
+    engine.save(hashes(1))
+    chunks, goes_on = CopyPlan.chunks, threading.Event()
+
+    def stand_still(plan: CopyPlan) -> Iterator[int]:
+        assert goes_on.wait(10)
+        return chunks(plan)
+
+    monkeypatch.setattr(CopyPlan, "chunks", stand_still)
+    lease = engine.query("r", hashes(1)).leases[0]
+    restore = engine.client.start_restore(engine.registration, lease, [np.array([8])], layer_order=layer_order)
+    assert engine.client.wait_restore_enqueued(restore, 10)
+    assert restore.handed_over is layer_order
+    goes_on.set()
+    assert engine.client.wait_restore(restore, 10) is RestoreStatus.DONE
+    assert not restore.handed_over
 
 
 def test_layers_become_ready_in_order(engine: Engine) -> None:

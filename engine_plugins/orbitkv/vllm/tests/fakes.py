@@ -213,7 +213,7 @@ class FakeWorkers:
         self.saved: list[Save] = []
         self.by_layer: set[str] = set()
         self.lands = self.lose_landing = self.landing_failed = False
-        self.landing: Load | None = None
+        self.landing_load: Load | None = None
         self.landed: list[str] = []
         self.preempted: list[frozenset[str]] = []
         self.held: set[str] = set()
@@ -248,7 +248,7 @@ class FakeWorkers:
         if self.lands and wait and not computing and len(self.loads) == 1:
             (load,) = self.loads
             if load.request_id in self.by_layer and not self._fails(load):
-                self.landing = load
+                self.landing_load = load
                 self.loads.remove(load)
                 self.at_once.remove(load.request_id)
                 return {load.request_id}
@@ -260,9 +260,14 @@ class FakeWorkers:
             self.agent.leases.difference_update(load.leases)
         return {load.request_id for load in restored}
 
+    @property
+    def landing(self) -> str:
+        """As WorkerHalf's."""
+        return self.landing_load.request_id if self.landing_load is not None else ""
+
     def land(self) -> bool:
         """The step that was scheduled reads its pages, layer by layer; return whether all were in place."""
-        load, self.landing = self.landing, None
+        load, self.landing_load = self.landing_load, None
         if load is None:
             return True
         self.landed.append(load.request_id)

@@ -343,6 +343,38 @@ def test_what_a_step_computed_from_pages_that_did_not_come_is_dropped(
     engine.assert_at_rest()
 
 
+@pytest.mark.parametrize("lost", [False, True])
+@pytest.mark.parametrize("how", ["has no room", "is not looked at", "is not told"])
+def test_a_request_that_is_not_scheduled_with_its_restore_begins_when_that_is_over(
+    start: Start, monkeypatch: pytest.MonkeyPatch, how: str, lost: bool
+) -> None:
+    engine = start(one_process=True, early=True, asynchronous=True, extra=OVERLAP)
+    memory = Memory(engine)
+    engine.serve("first", prompt(70))
+    engine.reset_hbm()
+    engine.workers.lands, engine.workers.lose_landing = True, lost
+    again = engine.add("again", prompt(70), answer=5)
+    engine.step()
+    with monkeypatch.context() as patch:
+        if how == "has no room":
+            patch.setattr(engine.scheduler.kv_cache_manager, "allocate_slots", lambda *_, **__: None)
+        elif how == "is not looked at":
+            patch.setattr(engine.scheduler, "_handle_blocked_waiting_request", lambda request: False)
+        else:
+            patch.setattr(EarlyScheduler, "_update_from_kv_xfer_finished", lambda *_: 1 / 0)
+        output = engine.schedule()
+    assert not output.num_scheduled_tokens and engine.workers.landed == ["again"]
+    engine.finish_step(output)
+    if how == "has no room":  # it was looked at, so it holds its blocks for itself
+        assert bool(engine.scheduler.kv_cache_manager.get_block_ids("again")[0]) is not lost
+    else:
+        assert ("again" in engine.scheduler.failed_recving_kv_req_ids) is lost
+    engine.run()
+    assert again.num_output_tokens == 5
+    assert memory.restored_tokens == (0 if lost else 64)
+    engine.assert_at_rest()
+
+
 @pytest.mark.parametrize("how", ["vllm's own scheduler", "another vllm", "not wanted"])
 def test_a_restore_lands_only_where_that_is_wanted_and_a_step_can_be_taken_back(
     start: Start, monkeypatch: pytest.MonkeyPatch, how: str

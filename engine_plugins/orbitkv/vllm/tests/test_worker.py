@@ -507,13 +507,13 @@ def landing(make: Make, client: CopyingClient) -> worker.WorkerHalf:
     assert handle.by_layer
     handle.handed_over = True
     assert half.take_restored(computing=False) == {"a"}
-    assert half.landing
+    assert half.landing == "a"
     handle.status, handle.layers = RestoreStatus.DONE, 2
     return half
 
 
 def test_a_step_waits_for_each_layer_of_a_restore_that_lands(landing: worker.WorkerHalf, client: CopyingClient) -> None:
-    landing.begin_landing(by_layer=True)
+    landing.begin_landing(lambda: True)
     assert client.waited == []
     for layer in ("a", "b"):
         landing.wait_layer(layer)
@@ -525,23 +525,24 @@ def test_a_step_waits_for_each_layer_of_a_restore_that_lands(landing: worker.Wor
 
 
 def test_a_step_that_names_no_layer_waits_for_all_before(landing: worker.WorkerHalf, client: CopyingClient) -> None:
-    landing.begin_landing(by_layer=False)
+    landing.begin_landing(lambda: False)
     assert client.waited == [-1]
     run(landing, StepMetadata())
     assert not landing.take_landing_failed()
 
 
 def test_a_layer_that_reads_anothers_pages_waits_for_all(landing: worker.WorkerHalf, client: CopyingClient) -> None:
-    landing.begin_landing(by_layer=True)
+    landing.begin_landing(lambda: True)
     landing.wait_layer("a")
     landing.wait_layer("reader")
-    assert client.waited == [0, -1]
+    landing.wait_layer("b")
+    assert client.waited == [0, -1, 1]
     run(landing, StepMetadata())
     assert not landing.take_landing_failed()
 
 
 @pytest.mark.guard("vllm-landed-only")
-@pytest.mark.parametrize("how", ["a layer is missing", "it fails", "a defect"])
+@pytest.mark.parametrize("how", ["a layer is missing", "it fails", "a defect", "another vllm"])
 def test_what_a_landing_that_fails_had_computed_is_not_kept(
     landing: worker.WorkerHalf, client: CopyingClient, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -550,9 +551,9 @@ def test_what_a_landing_that_fails_had_computed_is_not_kept(
         handle.layers = 1
     elif how == "it fails":
         handle.status = RestoreStatus.FAILED
-    else:
+    elif how == "a defect":
         monkeypatch.setattr(client, "wait_layer", lambda *_: 1 / 0)
-    landing.begin_landing(by_layer=True)
+    landing.begin_landing(lambda: bool(1 / (how != "another vllm")))
     for layer in ("a", "b"):
         landing.wait_layer(layer)
     landing.start_saves(StepMetadata(saves=[Save(5, "a", HASH, (3,))]))
@@ -566,8 +567,9 @@ def test_what_a_landing_that_fails_had_computed_is_not_kept(
 def test_an_engine_that_does_not_say_what_it_reads_lands_none_any_more(
     landing: worker.WorkerHalf, client: CopyingClient, caplog: pytest.LogCaptureFixture
 ) -> None:
-    landing.begin_landing(by_layer=True)
+    landing.begin_landing(lambda: True)
     landing.wait_layer("a")
+    landing.wait_layer("reader")
     run(landing, StepMetadata())
     assert landing.take_landing_failed() and "does not say which layer it reads" in caplog.text
     landing.start_at_once(load_step("b").loads[0], by_layer=True)

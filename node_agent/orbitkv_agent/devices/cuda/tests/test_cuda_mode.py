@@ -562,10 +562,11 @@ def test_a_gpu_in_exclusive_process_mode_is_refused_by_name(tmp_path: Path, gpu:
         assert CudaEngine(world, gpu).registration
 
 
+@pytest.mark.parametrize("streams", range(3))
 def test_a_gpu_that_has_no_room_for_a_stream_is_tried_again_by_the_next_registration(
-    tmp_path: Path, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, streams: int
 ) -> None:
-    room, make = [1], gpu.make_stream
+    room, make = [streams], gpu.make_stream
 
     def make_while_there_is_room() -> int:
         if not room[0]:
@@ -578,7 +579,8 @@ def test_a_gpu_that_has_no_room_for_a_stream_is_tried_again_by_the_next_registra
         with monkeypatch.context() as patch:
             patch.setattr(gpu, "make_stream", make_while_there_is_room)
             refusal = refused(world, world.client(), message(gpu, gpu.allocate(BLOCKS * PAGE)))
-        assert "CUDA_ERROR_OUT_OF_MEMORY" in refusal.message and not +gpu.contexts
+        assert "CUDA_ERROR_OUT_OF_MEMORY" in refusal.message
+        assert not +gpu.contexts and not gpu._streams
         assert threading.active_count() <= threads + 1, "only the GPU's own thread is left"
         assert CudaEngine(world, gpu).registration
 

@@ -382,9 +382,15 @@ def test_a_copy_by_layer_is_handed_over_whole_where_the_lane_does_that_and_says_
     bench.gpu.release()
     others = submit(bench.says(8)), submit(bench.says(9), layered=True, words=False)
     bench.until(lambda: len(bench.ended) == 3)
-    lane.close()
     assert [error for _, error in bench.ended] == 3 * [""]
     assert not any(other.whole for other in others), "this process would have to tell the end"
+    bench.gpu.refuse = 1
+    monkeypatch.setattr(lanes, "LAYER_CHUNK_BYTES", 240 * PAGE)
+    monkeypatch.setattr(lane, "_chunk_bytes", 240 * PAGE)
+    refused = submit(bench.says(10), layered=True)
+    bench.until(lambda: len(bench.ended) == 4)
+    lane.close()
+    assert "refused" in bench.ended[-1][1] and refused.begun == 1 and not refused.whole
 
 
 def test_small_pieces_of_several_groups_are_one_chunk(bench: Bench) -> None:
