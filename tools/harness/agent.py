@@ -79,12 +79,13 @@ class AgentProcess(ManagedProcess):
 
     def status(self) -> dict[str, Any]:
         """What `orbitkv-agent status --json` prints, asked over the socket. Raises OrbitKVError."""
+        wait_ms = 20_000  # a busy machine may not let the agent run for seconds
         endpoint = Endpoint(
-            str(self.socket_path), cache_namespace="", token=b"", name="status", timeout_ms=2000, server_uid=None
+            str(self.socket_path), cache_namespace="", token=b"", name="status", timeout_ms=wait_ms, server_uid=None
         )
         session = Session(endpoint, on_late_reply=lambda reply: None)
         try:
-            reply = session.connection.call(GetStatus(), 2000)
+            reply = session.connection.call(GetStatus(), wait_ms)
         finally:
             session.close()
         if not isinstance(reply, Status):

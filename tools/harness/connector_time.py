@@ -12,6 +12,7 @@ SCHEDULER = (
     "update_connector_output",
     "request_finished_all_groups",
     "has_pending_block_frees",
+    "has_pending_push_work",
     "take_events",
 )
 WORKER = (

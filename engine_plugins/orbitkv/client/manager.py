@@ -329,8 +329,8 @@ class CacheManagerClient:
             lease: the lease of this worker's shard.
             blocks: block ids of each group, (leased pages,) integers; -1 skips a page.
             layer_order: finish layer after layer, for `wait_layer`. An agent that copies by itself does it in more and
-                smaller pieces, hands all of them to the GPU at once (`RestoreHandle.handed_over`) and tells after each
-                28 MiB; one of an earlier release tells at the end.
+                smaller pieces, hands up to 2 GiB of them to the GPU at once (`RestoreHandle.handed_over` tells when it
+                has all) and tells after each 28 MiB; one of an earlier release tells at the end.
             after: nothing is written before the engine's stream has come to this point.
 
         Raises:

@@ -278,15 +278,16 @@ class OrbitKVConnector(KVConnectorBase_V1, SupportsHMA):
         """Whether `EarlyScheduler` is to ask for restores that ended before it schedules a step."""
         return self._scheduler is not None and self._scheduler.hears_early
 
-    def take_restored(self, *, computing: bool, others_wait: bool) -> set[str]:
+    def take_restored(self, *, computing: bool, others_wait: bool, alone: str) -> set[str]:
         """The requests whose restores ended, for `EarlyScheduler`. Not contained: it turns to `hear_late`.
 
         Args:
             computing: there are running requests.
             others_wait: other requests wait to be scheduled.
+            alone: the only request that there is; "" when there is none, or more.
         """
         assert self._scheduler is not None
-        return self._scheduler.take_restored(computing=computing, others_wait=others_wait)
+        return self._scheduler.take_restored(computing=computing, others_wait=others_wait, alone=alone)
 
     def let_land(self) -> None:
         """`EarlyScheduler` can take a step back: requests may begin while their restores land, where that is wanted."""
@@ -325,6 +326,11 @@ class OrbitKVConnector(KVConnectorBase_V1, SupportsHMA):
         """Whether blocks come back soon without a preemption."""
         half = self._scheduler
         return half.has_pending_block_frees() if half is not None else False
+
+    @contained(bool)
+    def has_pending_push_work(self) -> bool:
+        """Whether the engine is to go on stepping, though no request needs it."""
+        return self._scheduler is not None and self._scheduler.has_pending_saves()
 
     @contained(bool)
     def reset_cache(self) -> bool | None:
@@ -377,7 +383,8 @@ class OrbitKVConnector(KVConnectorBase_V1, SupportsHMA):
         """A step begins."""
         super().bind_connector_metadata(connector_metadata)
         if self._worker is not None and self._worker.landing:
-            self._worker.begin_landing(names_layers)
+            computing = isinstance(connector_metadata, StepMetadata) and connector_metadata.computing
+            self._worker.begin_landing(names_layers, computing=computing)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """The step is about to read a layer: wait for a restore that lands with it. Others ended before it began."""

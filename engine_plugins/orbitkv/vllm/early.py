@@ -102,7 +102,13 @@ class EarlyScheduler(Scheduler):
     def _take_restored(self, connector: OrbitKVConnector) -> None:
         restored: set[str] = set()
         try:
-            restored = connector.take_restored(computing=bool(self.running), others_wait=bool(self.waiting))
+            running, waiting = self.get_request_counts()
+            alone = next(iter((*self.waiting, *self.kv_holding_waiting))) if not running and waiting == 1 else None
+            restored = connector.take_restored(
+                computing=bool(running),
+                others_wait=bool(self.waiting),
+                alone=alone.request_id if alone is not None else "",
+            )
             if restored:
                 self._update_from_kv_xfer_finished(KVConnectorOutput(finished_recving=restored))
         except Exception:

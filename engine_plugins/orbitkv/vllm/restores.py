@@ -24,6 +24,8 @@ BEGIN_S = 0.0005
 """About what passes until the first byte of a restore moves that has the link for itself."""
 HAND_OVER_S = 0.005
 """Longest wait for all of a restore to be with the GPU, while the engine has nothing else to do."""
+UNTOLD = 3
+"""So many restores in a row that did not say it: none will."""
 
 
 @dataclass(slots=True)
@@ -69,6 +71,7 @@ class Restores:
         self._running: dict[str, Running] = {}
         self._link_free = 0.0  # since when no restore that was seen to end uses the GPU's link
         self._looked = 0.0  # what has ended since then was not seen yet
+        self._untold = 0  # restores that ended with no word of when all of them was with the GPU, in a row
 
     def __bool__(self) -> bool:
         """Whether there are any."""
@@ -126,6 +129,7 @@ class Restores:
             status = running.status
             if status is RestoreStatus.DONE:
                 if not running.report_by:
+                    self._note_telling(running)
                     running.report_by = now + min(now - running.started, GATHER_S)
                     self._link_free = min(max(self._due(running), self._looked), now)
                 if running.at_once is at_once:
@@ -143,25 +147,34 @@ class Restores:
             del self._running[running.load.request_id]
         return {running.load.request_id for running in done}
 
-    def take_landing(self) -> Running | None:
-        """Return the only restore, if it is copied layer by layer and all of it is with the GPU.
+    def take_landing(self, request_id: str) -> Running | None:
+        """Return the restore of this request, if it is the only one, is copied layer by layer, and all of it is with
+        the GPU.
 
         For an engine that has nothing else to do: that is waited for.
         """
-        if len(self._running) != 1:
-            return None
-        (running,) = self._running.values()
-        handle = running.handle
-        if not running.by_layer or handle is None:
+        running = self._running.get(request_id) if len(self._running) == 1 else None
+        handle = running.handle if running is not None else None
+        if running is None or handle is None or not running.by_layer:
             return None
         end = running.started + HAND_OVER_S
         while not handle.handed_over and not running.status.final and time.monotonic() < end:
             time.sleep(LOOK_S)
         if not handle.handed_over:
             return None
-        self._looked = time.monotonic()
+        self._looked, self._untold = time.monotonic(), 0
         del self._running[running.load.request_id]
         return running
+
+    @property
+    def untold(self) -> bool:
+        """Whether the agent, or its GPU, does not say when all of a restore is with the GPU: none can land."""
+        return self._untold >= UNTOLD
+
+    def _note_telling(self, running: Running) -> None:
+        """One that runs layer by layer was seen to end. By chance it ends before that is said, but seldom."""
+        if running.by_layer and running.handle is not None:
+            self._untold = 0 if running.handle.handed_over else self._untold + 1
 
     def _wait_a_moment(self) -> float:
         """Wait for a restore that is about to end, where the engine's loop would only sleep; return the time.

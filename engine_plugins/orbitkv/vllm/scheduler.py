@@ -7,6 +7,7 @@ cache ends in the same answer: not cached, so the engine computes.
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +44,9 @@ LEAST_PATIENCE_S = 0.1
 """A restore is given this long to begin, even if the lookup took all of `max_wait_ms`."""
 SAVE_BLOCKS = 128
 """Most blocks in one save, so that the agent is not held up for others."""
+MOST_REST_TOKENS = 512
+"""A request that has more than this to compute itself begins after its restore: the step is so long that others would
+wait for it in vain, and the restore is little of it."""
 NOT_CACHED: tuple[int, bool] = (0, False)
 ASK_AGAIN: tuple[None, bool] = (None, False)
 
@@ -114,6 +118,8 @@ class SchedulerHalf:
         self._newly_held: set[str] = set()
         self._computing = False
         self._asked_early = False  # by `EarlyScheduler`, for restores that ended
+        self._alone = ""  # the only request that it had then
+        self._saves_until = 0.0
         self._told_late: set[str] = set()
         self._levels: dict[str, int] = {}
         self._trips = 0
@@ -309,9 +315,14 @@ class SchedulerHalf:
         # Beside computing the workers start it behind the launch of the step: that time is no loss for others then.
         worker = self._worker_here() if not self._computing else None
         if worker is not None:
-            worker.start_at_once(load, by_layer=self.lands and self.hears_early and len(self._restoring) == 1)
+            worker.start_at_once(load, by_layer=self._may_land(tracked))
         else:
             self._loads.append(load)
+
+    def _may_land(self, tracked: Tracked) -> bool:
+        """Whether the request may begin while its restore lands: nothing else is scheduled until its step is over."""
+        rest = tracked.request.num_tokens - tracked.restored[1] * self._block_tokens
+        return self.lands and self.hears_early and self._alone == tracked.id and rest <= MOST_REST_TOKENS
 
     def _worker_here(self) -> WorkerHalf | None:
         """The engine's only worker, if it lives in this process."""
@@ -400,6 +411,7 @@ class SchedulerHalf:
 
     def _plan_saves(self, step: StepMetadata, tracked: Tracked, full: int) -> None:
         """Hand over the blocks up to `full`, but not those that came from the cache."""
+        self._saves_until = time.monotonic() + self.link.config.max_wait_ms / 1000
         request = tracked.request
         block_ids = self._cache_manager.get_block_ids(tracked.id)[0]
         low, high = tracked.restored
@@ -451,16 +463,17 @@ class SchedulerHalf:
         for request_id in output.finished_sending or ():
             self._held.discard(request_id)
 
-    def take_restored(self, *, computing: bool, others_wait: bool) -> set[str]:
+    def take_restored(self, *, computing: bool, others_wait: bool, alone: str) -> set[str]:
         """Return the requests whose restore a worker in this process started at once, and which ended or lands.
 
-        What ends in the next two milliseconds is waited for, unless the engine computes or has others to schedule.
+        What ends in the next two milliseconds is waited for, unless the engine computes or has others to schedule. Only
+        the restore of a request that is alone lands.
         """
-        self._asked_early = True
+        self._asked_early, self._alone = True, alone
         worker = self._worker_here() if self._restoring else None
         if worker is None:
             return set()
-        restored = worker.take_restored(computing=computing, wait=not others_wait)
+        restored = worker.take_restored(computing=computing, wait=not others_wait, alone=alone)
         if worker.landing:
             self.stats.add("restores_overlapped")
         return restored
@@ -474,10 +487,10 @@ class SchedulerHalf:
     def take_landing_failed(self) -> bool:
         """Return whether a step read what was not in place, since the last call."""
         worker = self._worker_here()
-        if worker is None or not worker.take_landing_failed():
-            return False
-        self.stats.add("restore_failures")
-        return True
+        request_id = worker.take_landing_failed() if worker is not None else ""
+        if request_id:
+            self._not_restored(request_id)
+        return bool(request_id)
 
     def hear_late(self, restored: set[str]) -> None:
         """The engine hears of restores with the steps' outputs from now on, and of these, which were taken."""
@@ -486,11 +499,7 @@ class SchedulerHalf:
 
     def _take_report(self, report: WorkerReport) -> None:
         for request_id in report.failed_loads:
-            self.stats.add("restore_failures")
-            tracked = self._restoring.get(request_id)
-            if tracked is not None:
-                # The blocks are computed now, and are kept then as any others.
-                tracked.saved, tracked.restored = 0, (0, 0)
+            self._not_restored(request_id)
         for number, count in report.ended.items():
             sent = self._saves.get(number)
             if sent is None:
@@ -504,6 +513,13 @@ class SchedulerHalf:
                     self.stats.add("save_failures")
                 elif self._events is not None:
                     self._events.stored(sent.planned)
+
+    def _not_restored(self, request_id: str) -> None:
+        """The blocks of a request are computed now, and are kept then as any others."""
+        self.stats.add("restore_failures")
+        tracked = self._restoring.get(request_id) or self._tracked.get(request_id)
+        if tracked is not None:
+            tracked.saved, tracked.restored = 0, (0, 0)
 
     def request_finished(self, request: Any) -> bool:
         """A request ended, in whatever way; return whether its blocks are held until `finished_sending` names it."""
@@ -527,6 +543,13 @@ class SchedulerHalf:
         They do: a save that does not begin in `max_wait_ms` is withdrawn by the workers.
         """
         return bool(self._held)
+
+    def has_pending_saves(self) -> bool:
+        """Whether the engine is to go on stepping, until it has seen its saves end: a reset is refused before.
+
+        Not for longer than a save may wait to begin: an agent that stands still does not keep an idle engine at work.
+        """
+        return bool(self._saves) and time.monotonic() < self._saves_until
 
     def reset_cache(self) -> bool:
         """Forget what was stored, for this engine; false while anything is tracked."""

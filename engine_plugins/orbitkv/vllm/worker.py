@@ -48,8 +48,8 @@ REGISTER_S = 120.0
 """Longest wait of the engine's start for the first attachment."""
 DRAIN_S = 0.01
 """Longest wait of a step for saves of preempted requests to leave their blocks."""
-BY_LAYER_BYTES = 32 << 20
-"""Restores of fewer bytes than this are over before a step could begin."""
+BY_LAYER_BYTES = 256 << 20
+"""Restores of fewer bytes than this are nearly over when a step could begin: whole pages are faster."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class WorkerHalf:
         self._off = ""
         self._free_blocks: StreamPoint | None = None
         self._landing: Landing | None = None
-        self._landing_failed = False
+        self._landing_failed = ""
         self._lands = True
         self._restores = Restores()
         self._saves: dict[int, RunningSave] = {}
@@ -290,7 +290,7 @@ class WorkerHalf:
 
         `by_layer`: its request may begin before all of it is there (`take_restored`).
         """
-        self._start(load, at_once=True, by_layer=by_layer and self._lands)
+        self._start(load, at_once=True, by_layer=by_layer and self._lands and not self._restores.untold)
 
     def _start(self, load: Load, *, at_once: bool, by_layer: bool = False) -> None:
         client, handle = None, None
@@ -403,15 +403,16 @@ class WorkerHalf:
         report, self._report = self._report, WorkerReport()
         return report
 
-    def take_restored(self, *, computing: bool, wait: bool = True) -> set[str]:
+    def take_restored(self, *, computing: bool, wait: bool = True, alone: str = "") -> set[str]:
         """Return which of the restores that were started at once have ended well and are to be reported now; or one
         that lands from now on, with the next step.
 
         Args:
             computing: the engine computes something now.
             wait: else wait for one that is about to end.
+            alone: the only request that the engine has; its restore may land.
         """
-        landing = self._restores.take_landing() if wait and not computing else None
+        landing = self._restores.take_landing(alone) if alone else None
         if landing is not None and self._layout is not None:
             names = [layer.name for group in self._layout.groups for layer in group.layers]
             self._landing = Landing(landing, names)
@@ -425,21 +426,21 @@ class WorkerHalf:
         """The request for whose restore the next step waits, layer by layer; "" when there is none."""
         return self._landing.request if self._landing is not None else ""
 
-    def begin_landing(self, by_layer: Callable[[], bool]) -> None:
-        """That step begins; `by_layer`: whether it calls `wait_layer` before it reads a layer."""
+    def begin_landing(self, by_layer: Callable[[], bool], *, computing: bool) -> None:
+        """That step begins; `by_layer`: whether it calls `wait_layer` before it reads a layer, if it is `computing`."""
         landing = self._landing
         if landing is not None:
-            self._await(lambda: landing.begin(by_layer=by_layer()))
+            self._await(landing, lambda: landing.begin(by_layer=computing and by_layer()))
 
     def wait_layer(self, name: str) -> None:
         """The step is about to read a layer."""
         landing = self._landing
         if landing is not None:
-            self._await(lambda: landing.wait_layer(name))
+            self._await(landing, lambda: landing.wait_layer(name))
 
-    def take_landing_failed(self) -> bool:
-        """Return whether a step read what was not in place, since the last call."""
-        failed, self._landing_failed = self._landing_failed, False
+    def take_landing_failed(self) -> str:
+        """Return the request whose step read what was not in place, since the last call; "" when there is none."""
+        failed, self._landing_failed = self._landing_failed, ""
         return failed
 
     def _land(self) -> None:
@@ -447,19 +448,20 @@ class WorkerHalf:
         landing, self._landing = self._landing, None
         if landing is None:
             return
-        self._await(landing.end)
-        self._landing_failed |= not landing.in_place
+        self._await(landing, landing.end)
+        if not landing.in_place:
+            self._landing_failed = landing.request
         if landing.blind:
             self._lands = False
             logger.warning("OrbitKV: this engine does not say which layer it reads: restores end before requests begin")
 
-    def _await(self, wait: Callable[[], object]) -> None:
+    def _await(self, landing: Landing, wait: Callable[[], object]) -> None:
         try:
             wait()
         except Exception:
             if not guard("vllm-contained"):
                 raise
-            self._landing_failed = True
+            landing.in_place = False
             logger.exception("OrbitKV: waiting for a restore failed; its request is computed")
 
     # --- internals

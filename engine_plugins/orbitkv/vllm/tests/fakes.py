@@ -190,6 +190,7 @@ class FakeWorkers:
 
     Attributes:
         hold_saves: saves do not end.
+        hold_commits: they leave their blocks, but do not end.
         hold_loads: loads do not end.
         fail_loads: loads fail.
         instance: of the engine, for a worker that lives in the scheduler's process (see `orbitkv.vllm.together`).
@@ -206,13 +207,14 @@ class FakeWorkers:
         self.instance: Instance | None = None
         self.at_once: set[str] = set()
         self.asked: list[tuple[bool, bool]] = []
-        self.hold_saves = self.hold_loads = self.fail_loads = False
+        self.hold_saves = self.hold_commits = self.hold_loads = self.fail_loads = False
         self.loads: list[Load] = []
         self.saves: list[Save] = []
         self.started: list[Load] = []
         self.saved: list[Save] = []
         self.by_layer: set[str] = set()
-        self.lands = self.lose_landing = self.landing_failed = False
+        self.lands = self.lose_landing = False
+        self.landing_failed = ""
         self.landing_load: Load | None = None
         self.landed: list[str] = []
         self.preempted: list[frozenset[str]] = []
@@ -235,19 +237,19 @@ class FakeWorkers:
         self.loads.append(load)
         self.started.append(load)
 
-    def take_landing_failed(self) -> bool:
+    def take_landing_failed(self) -> str:
         """As WorkerHalf's."""
-        failed, self.landing_failed = self.landing_failed, False
+        failed, self.landing_failed = self.landing_failed, ""
         return failed
 
-    def take_restored(self, *, computing: bool, wait: bool = True) -> set[str]:
+    def take_restored(self, *, computing: bool, wait: bool = True, alone: str = "") -> set[str]:
         """As WorkerHalf's."""
         self.asked.append((computing, wait))
         if self.hold_loads:
             return set()
-        if self.lands and wait and not computing and len(self.loads) == 1:
+        if self.lands and alone and len(self.loads) == 1:
             (load,) = self.loads
-            if load.request_id in self.by_layer and not self._fails(load):
+            if load.request_id == alone and alone in self.by_layer and not self._fails(load):
                 self.landing_load = load
                 self.loads.remove(load)
                 self.at_once.remove(load.request_id)
@@ -273,7 +275,7 @@ class FakeWorkers:
         self.landed.append(load.request_id)
         self.agent.leases.difference_update(load.leases)
         if self.lose_landing:
-            self.landing_failed = True
+            self.landing_failed = load.request_id
             return False
         self.restore(load)
         return True
@@ -309,14 +311,14 @@ class FakeWorkers:
             received.add(load.request_id)
             self.agent.leases.difference_update(load.leases)
         report.loading = bool(self.at_once)
-        if not self.hold_saves:
+        if not self.hold_saves and not self.hold_commits:
             for save in self.saves:
                 report.ended[save.number] = self.workers
                 if save.number not in self.void:
                     report.kept[save.number] = self.workers
                     self.keep(save)
             self.saves = []
-        sent = self.held - {save.request_id for save in self.saves}
+        sent = self.held - {save.request_id for save in self.saves if not self.hold_commits}
         self.held -= sent
         return {
             "kv_connector_worker_meta": report if report else None,

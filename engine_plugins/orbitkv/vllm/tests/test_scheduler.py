@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -124,8 +125,9 @@ def test_async_scheduling(start: Start) -> None:
     engine.assert_at_rest()
 
 
-def test_a_restore_starts_as_soon_as_its_blocks_are_allocated(start: Start) -> None:
+def test_a_restore_starts_as_soon_as_its_blocks_are_allocated(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = start(one_process=True)
+    monkeypatch.setattr(engine.half._allowance, "_clock", lambda: 1000.0)
     for seed in (1, 2):
         engine.serve(f"first {seed}", prompt(70, seed=seed))
     engine.reset_hbm()
@@ -364,6 +366,7 @@ def test_a_request_that_is_not_scheduled_with_its_restore_begins_when_that_is_ov
             patch.setattr(EarlyScheduler, "_update_from_kv_xfer_finished", lambda *_: 1 / 0)
         output = engine.schedule()
     assert not output.num_scheduled_tokens and engine.workers.landed == ["again"]
+    engine.agent.pages.clear()
     engine.finish_step(output)
     if how == "has no room":  # it was looked at, so it holds its blocks for itself
         assert bool(engine.scheduler.kv_cache_manager.get_block_ids("again")[0]) is not lost
@@ -372,6 +375,34 @@ def test_a_request_that_is_not_scheduled_with_its_restore_begins_when_that_is_ov
     engine.run()
     assert again.num_output_tokens == 5
     assert memory.restored_tokens == (0 if lost else 64)
+    assert engine.agent.pages == (set(again.block_hashes[:4]) if lost else set()), "what was computed is kept"
+    engine.assert_at_rest()
+
+
+@pytest.mark.parametrize("how", ["it was aborted", "another one came", "it was not alone before", "much is to compute"])
+def test_a_restore_lands_only_for_a_request_that_is_alone_and_has_little_to_compute(
+    start: Start, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    engine = start(one_process=True, early=True, asynchronous=True, extra=OVERLAP)
+    monkeypatch.setattr(engine.half._allowance, "_clock", lambda: 1000.0)
+    memory = Memory(engine)
+    engine.serve("first", prompt(70))
+    engine.reset_hbm()
+    engine.workers.lands = True
+    if how == "much is to compute":
+        monkeypatch.setattr("orbitkv.vllm.scheduler.MOST_REST_TOKENS", 5)
+    again = engine.add("again", prompt(70))
+    if how == "it was not alone before":
+        engine.add("beside", prompt(10, seed=2))
+    engine.step()
+    assert engine.workers.by_layer == ({"again"} if how in ("it was aborted", "another one came") else set())
+    if how == "it was aborted":
+        engine.abort("again")
+    elif how == "another one came":
+        engine.add("beside", prompt(10, seed=2))
+    engine.run()
+    assert not engine.workers.landed and memory.lost == 0
+    assert again.num_output_tokens == (0 if how == "it was aborted" else 3)
     engine.assert_at_rest()
 
 
@@ -446,8 +477,9 @@ def test_vllm_keeps_a_token_that_was_computed_after_a_failed_load_that_a_step_wa
     assert list(request.output_token_ids) == [42], "computed from pages that never came"
 
 
-def test_a_lookup_is_repeated_without_effect(start: Start) -> None:
+def test_a_lookup_is_repeated_without_effect(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = start()
+    monkeypatch.setattr(engine.half._allowance, "_clock", lambda: 1000.0)
     engine.serve("first", prompt(70))
     engine.reset_hbm()
     request = engine.add("again", prompt(70))
@@ -460,7 +492,7 @@ def test_a_lookup_is_repeated_without_effect(start: Start) -> None:
 
 
 def test_a_loading_query_holds_the_request_while_others_run(start: Start) -> None:
-    engine = start()
+    engine = start(extra={"orbitkv.max_wait_ms": 600_000})
     engine.serve("first", prompt(70))
     engine.reset_hbm()
     engine.agent.loading = True
@@ -797,6 +829,27 @@ def test_blocks_are_held_until_their_saves_ended(start: Start) -> None:
     engine.workers.hold_saves = False
     engine.run()
     assert not engine.connector.has_pending_block_frees()
+    engine.assert_at_rest()
+
+
+def test_an_idle_engine_sees_its_last_saves_end_so_that_it_can_be_reset(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start()
+    now = [1000.0]
+    monkeypatch.setattr("orbitkv.vllm.scheduler.time", SimpleNamespace(monotonic=lambda: now[0]))
+    engine.workers.hold_commits = True
+    engine.add("first", prompt(70))
+    for _ in range(5):
+        engine.step()
+    assert not engine.scheduler.requests and engine.scheduler.has_requests()
+    assert engine.connector.reset_cache() is False
+    now[0] += 2.1  # longer than max_wait_ms
+    assert not engine.scheduler.has_requests(), "an agent that stands still does not keep an idle engine at work"
+    now[0] -= 2.1
+    engine.workers.hold_commits = False
+    engine.run()
+    assert engine.connector.reset_cache() is True
     engine.assert_at_rest()
 
 

@@ -506,14 +506,14 @@ def landing(make: Make, client: CopyingClient) -> worker.WorkerHalf:
     handle = client.restores[0][2]
     assert handle.by_layer
     handle.handed_over = True
-    assert half.take_restored(computing=False) == {"a"}
+    assert half.take_restored(computing=False, alone="a") == {"a"}
     assert half.landing == "a"
     handle.status, handle.layers = RestoreStatus.DONE, 2
     return half
 
 
 def test_a_step_waits_for_each_layer_of_a_restore_that_lands(landing: worker.WorkerHalf, client: CopyingClient) -> None:
-    landing.begin_landing(lambda: True)
+    landing.begin_landing(lambda: True, computing=True)
     assert client.waited == []
     for layer in ("a", "b"):
         landing.wait_layer(layer)
@@ -524,15 +524,18 @@ def test_a_step_waits_for_each_layer_of_a_restore_that_lands(landing: worker.Wor
     assert len(client.waited) == 3, "of steps that follow none waits"
 
 
-def test_a_step_that_names_no_layer_waits_for_all_before(landing: worker.WorkerHalf, client: CopyingClient) -> None:
-    landing.begin_landing(lambda: False)
+@pytest.mark.parametrize("computing", [False, True])
+def test_a_step_that_names_no_layer_waits_for_all_before(
+    landing: worker.WorkerHalf, client: CopyingClient, caplog: pytest.LogCaptureFixture, computing: bool
+) -> None:
+    landing.begin_landing(lambda: not computing, computing=computing)
     assert client.waited == [-1]
     run(landing, StepMetadata())
-    assert not landing.take_landing_failed()
+    assert not landing.take_landing_failed() and not caplog.records
 
 
 def test_a_layer_that_reads_anothers_pages_waits_for_all(landing: worker.WorkerHalf, client: CopyingClient) -> None:
-    landing.begin_landing(lambda: True)
+    landing.begin_landing(lambda: True, computing=True)
     landing.wait_layer("a")
     landing.wait_layer("reader")
     landing.wait_layer("b")
@@ -553,13 +556,13 @@ def test_what_a_landing_that_fails_had_computed_is_not_kept(
         handle.status = RestoreStatus.FAILED
     elif how == "a defect":
         monkeypatch.setattr(client, "wait_layer", lambda *_: 1 / 0)
-    landing.begin_landing(lambda: bool(1 / (how != "another vllm")))
+    landing.begin_landing(lambda: bool(1 / (how != "another vllm")), computing=True)
     for layer in ("a", "b"):
         landing.wait_layer(layer)
     landing.start_saves(StepMetadata(saves=[Save(5, "a", HASH, (3,))]))
     report = landing.take_report()
     assert report is not None and report.ended == {5: 1} and not report.kept and not client.saves
-    assert landing.take_landing_failed() and not landing.take_landing_failed()
+    assert landing.take_landing_failed() == "a" and not landing.take_landing_failed()
     landing.start_saves(StepMetadata(saves=[Save(6, "a", HASH, (3,))]))
     assert client.saves, "those of later steps are"
 
@@ -567,7 +570,7 @@ def test_what_a_landing_that_fails_had_computed_is_not_kept(
 def test_an_engine_that_does_not_say_what_it_reads_lands_none_any_more(
     landing: worker.WorkerHalf, client: CopyingClient, caplog: pytest.LogCaptureFixture
 ) -> None:
-    landing.begin_landing(lambda: True)
+    landing.begin_landing(lambda: True, computing=True)
     landing.wait_layer("a")
     landing.wait_layer("reader")
     run(landing, StepMetadata())
@@ -582,17 +585,35 @@ def test_a_restore_lands_only_alone_and_when_all_of_it_is_with_the_gpu(
     half, clock = make(), Clock(monkeypatch)
     half.start_at_once(load_step("a").loads[0], by_layer=True)
     handle = client.restores[0][2]
-    assert half.take_restored(computing=False) == set() and clock.slept
+    assert half.take_restored(computing=False, alone="a") == set() and clock.slept
     clock.now += restores.HAND_OVER_S
     slept = clock.slept
-    assert half.take_restored(computing=False) == set() and clock.slept == slept, "it is not waited for any longer"
+    assert half.take_restored(computing=False, alone="a") == set() and clock.slept == slept, "it waits no longer"
     handle.handed_over = True
-    assert half.take_restored(computing=True) == half.take_restored(computing=False, wait=False) == set()
+    assert half.take_restored(computing=False) == set(), "its request is not alone, or is not there any more"
+    assert half.take_restored(computing=False, alone="other") == set()
     run(half, load_step("b"))
-    assert half.take_restored(computing=False) == set(), "another one runs"
+    assert half.take_restored(computing=False, alone="a") == set(), "another one runs"
     client.restores[1][2].status = RestoreStatus.DONE
     assert run(half, StepMetadata()).received == {"b"}
-    assert half.take_restored(computing=False) == {"a"} and half.landing
+    assert half.take_restored(computing=False, alone="a") == {"a"} and half.landing
+
+
+def test_where_nobody_says_that_all_of_a_restore_is_with_the_gpu_none_is_copied_layer_by_layer(
+    make: Make, client: CopyingClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half, _ = make(), Clock(monkeypatch)
+
+    def by_layer(name: str, *, told: bool) -> bool:
+        half.start_at_once(load_step(name).loads[0], by_layer=True)
+        handle = client.restores[-1][2]
+        handle.status, handle.handed_over = RestoreStatus.DONE, told
+        assert half.take_restored(computing=False) == {name}
+        return handle.by_layer
+
+    for told in (False, False, True, False, False, False):
+        assert by_layer("a", told=told)
+    assert not by_layer("a", told=False)
 
 
 def test_small_restores_on_a_gpu_are_not_copied_layer_by_layer(

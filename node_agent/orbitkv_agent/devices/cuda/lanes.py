@@ -39,6 +39,9 @@ FIRST_PAGES: Final = 64
 CHUNKS_IN_FLIGHT: Final = 2
 """Chunks that the GPU always has, if there are any: one runs, the other is ready, because this process's threads take
 turns and the next one may come a millisecond late."""
+WHOLE_BYTES: Final = 2 << 30
+"""What the GPU has at most of a lane that hands copies over whole: some 40 ms of its link. What another lane copies
+meanwhile shares the link with it, or waits for it."""
 
 _NO_PLAN: Final = plan_copy(())
 _ALL: Final = 1 << 62
@@ -172,7 +175,7 @@ class Lane:
         driver: the CUDA driver.
         context: of the GPU.
         to_device: restores, or else saves.
-        whole: all of a copy is handed over at once.
+        whole: a copy is handed over at once, up to WHOLE_BYTES, and what is more as soon as there is room.
         post: has a callback called on the owner thread.
         lost: called on the owner thread when the GPU fails so that it cannot be known whether copies have ended.
     """
@@ -205,7 +208,8 @@ class Lane:
         self._flying_bytes = 0
         self._handing = False
         """A thread hands chunks over, and only that one: it alone takes events, and plans and submits copies."""
-        self._events: list[int] = []
+        # Those of a copy that is handed over whole are made before: each would cost the interpreter.
+        self._events = [driver.make_event() for _ in range(WHOLE_BYTES // LAYER_CHUNK_BYTES + 1)] if whole else []
         self._smallest_next = True
         self._closing = False
         self._broken = False
@@ -351,8 +355,8 @@ class Lane:
         for job in [each for each in self._jobs if each.submitted]:
             self._jobs.remove(job)
             self._end_if_drained(job)
-        busy = len(self._flying) >= CHUNKS_IN_FLIGHT and self._flying_bytes >= self._chunk_bytes
-        if not self._jobs or (busy and not self._whole):
+        enough = WHOLE_BYTES if self._whole else self._chunk_bytes
+        if not self._jobs or (len(self._flying) >= CHUNKS_IN_FLIGHT and self._flying_bytes >= enough):
             return None
         if len(self._jobs) == 1:
             self._smallest_next = True

@@ -29,13 +29,12 @@ def plan_slowly(*args: Any, layer_order: bool = False, **options: Any) -> CopyPl
     return _SlowPlan(plan.sources, plan.destinations, plan.sizes) if layer_order else plan
 
 
-def take_landing(restores: Restores) -> Running | None:
+def take_landing(restores: Restores, request_id: str) -> Running | None:
     """Also one that a GPU copied before anybody could look."""
-    running = _take_landing(restores)
-    if running is None and len(restores._running) == 1:
-        (one,) = restores._running.values()
-        if one.by_layer and one.status is RestoreStatus.DONE:
-            return restores._running.pop(one.load.request_id)
+    running = _take_landing(restores, request_id)
+    one = restores._running.get(request_id)
+    if running is None and one is not None and one.by_layer and one.status is RestoreStatus.DONE:
+        return restores._running.pop(request_id)
     return running
 
 

@@ -393,6 +393,25 @@ def test_a_copy_by_layer_is_handed_over_whole_where_the_lane_does_that_and_says_
     assert "refused" in bench.ended[-1][1] and refused.begun == 1 and not refused.whole
 
 
+def test_of_copies_that_are_handed_over_whole_the_gpu_has_so_much_at_most(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lanes, "LAYER_CHUNK_BYTES", 4 * PAGE)
+    monkeypatch.setattr(lanes, "WHOLE_BYTES", 100 * PAGE)
+    lane = Lane(bench.gpu, 1000, "whole", to_device=True, whole=True, post=bench.mail.put, lost=bench.lost.append)
+    large, small = bench.says(7), bench.says(8)
+    bench.gpu.hold()
+    for said, pages in ((large, 240), (small, 8)):
+        ended = lambda error: bench.ended.append(("", error))  # noqa: E731
+        lane.submit(CopyJob(bench.copy("", pages)._groups, ended, progress=said, layered=True))
+    bench.until(lambda: large.begun + small.begun >= 25 and not large.open and not small.open)
+    assert large.begun + small.begun == 25 and not large.whole
+    bench.gpu.release()
+    bench.until(lambda: len(bench.ended) == 2)
+    lane.close()
+    assert [error for _, error in bench.ended] == ["", ""] and large.whole == 60 and small.whole == 2
+
+
 def test_small_pieces_of_several_groups_are_one_chunk(bench: Bench) -> None:
     job = CopyJob(
         [*bench.copy("", 3)._groups, *bench.copy("", 4, first=10)._groups],
