@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from orbitkv_crds.access import AllowedNamespaces
@@ -155,6 +155,7 @@ claims = st.lists(
 )
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(claims, st.none() | st.integers(1, 30), st.randoms(use_true_random=False))
 def test_what_is_accepted_fits_whatever_the_order(made: list[Claim], maximum: int | None, order: random.Random) -> None:
     limits = pool(maximum=None if maximum is None else maximum * GIB)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fractions import Fraction
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from orbitkv_crds.quantity import LARGEST, parse_quantity, rounded_size_text, size_text, whole_quantity
@@ -80,11 +80,13 @@ def test_absurd_exponent_takes_no_memory() -> None:
     assert whole_quantity("1e-999999999999") == 1
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.integers(0, LARGEST))
 def test_size_is_written_without_loss(size: int) -> None:
     assert whole_quantity(size_text(size)) == size
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.integers(0, LARGEST))
 def test_rounded_size_is_short_and_nearly_right(size: int) -> None:
     text = rounded_size_text(size)

@@ -280,12 +280,11 @@ class Client:
         number, found = self._begin(request)
         if found is not None:
             return found
-        for _ in range(1000):
-            reply = self.reply(number)
-            if reply is not None:
-                return reply
+        deadline = time.monotonic() + 30
+        while (reply := self.reply(number)) is None:
             assert not self.ended, "the agent closed the connection"
-        raise AssertionError(f"no reply to {request}")
+            assert time.monotonic() < deadline, f"no reply to {request}"
+        return reply
 
     def call(self, request: Request, kind: type[R]) -> R:
         """Send a request, return its reply, which must be of this kind."""

@@ -5,7 +5,7 @@ import os
 import select
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -23,6 +23,41 @@ def loop(clock: Clock) -> Iterator[Loop]:
     loop = Loop(clock)
     yield loop
     loop.close()
+
+
+class Time:
+    """In place of the module: it passes with each look at it and with sleep, and all of it is processor time."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.slept: list[float] = []
+
+    def perf_counter(self) -> float:
+        self.now += 1e-5
+        return self.now
+
+    def thread_time(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.now += seconds
+
+
+@pytest.fixture
+def passing(monkeypatch: pytest.MonkeyPatch) -> Time:
+    passing = Time()
+    monkeypatch.setattr("orbitkv_agent.loop.time", passing)
+    return passing
+
+
+def looking(busy_poll_s: float, clock: Callable[[], float] = time.monotonic) -> Loop:
+    """A loop that looks for the next event for so long before it sleeps."""
+    loop = Loop(clock, busy_poll_s)
+    for _ in range(3):
+        loop.post(lambda: None)
+        loop.run_once(1)
+    return loop
 
 
 def test_timers_run_in_order_when_they_are_due(loop: Loop, clock: Clock) -> None:
@@ -97,22 +132,31 @@ def test_a_descriptor_is_watched_until_it_is_forgotten(loop: Loop) -> None:
     os.close(writer)
 
 
-def test_looking_for_more_ends_when_nothing_comes_and_keeps_no_timer_waiting() -> None:
-    loop = Loop(busy_poll_s=0.2)
-    for _ in range(3):  # events in a row: from now on it looks instead of sleeping
-        loop.post(lambda: None)
-        loop.run_once(1)
+def test_looking_for_more_keeps_no_timer_waiting() -> None:
+    loop = looking(30)
     due: list[float] = []
     start = loop.now()
     loop.call_later(0.02, lambda: due.append(loop.now() - start))
-    loop.run_once(1)
-    assert len(due) == 1 and 0.02 <= due[0] < 0.2
+    loop.run_once(60)
+    assert len(due) == 1 and 0.02 <= due[0] < 20
+    loop.close()
+
+
+def test_looking_for_more_ends_when_nothing_comes() -> None:
+    loop = looking(0.2)
+    looks = 0
+
+    def crowded() -> bool:
+        nonlocal looks
+        looks += 1
+        return False
+
+    loop.crowded = crowded
     loop.run_once(0.5)
-    used = time.thread_time()
+    looks = 0
     loop.run_once(0.5)
     loop.run_once(0.5)
-    assert time.thread_time() - used < 0.1, "it looked for events while none came, instead of sleeping"
-    assert loop.longest_turn_s < 0.1, "looking is nobody's turn"
+    assert not looks, "it looked for events while none came, instead of sleeping"
     loop.close()
 
 
@@ -140,11 +184,7 @@ class Bell:
 
 @pytest.fixture
 def busy_loop() -> Iterator[Loop]:
-    """A loop that looks for the next event for 0.1 s before it sleeps."""
-    loop = Loop(busy_poll_s=0.1)
-    for _ in range(3):
-        loop.post(lambda: None)
-        loop.run_once(1)
+    loop = looking(0.1)
     yield loop
     loop.close()
 
@@ -194,34 +234,32 @@ def test_what_is_not_to_be_looked_at_any_more_is_not(busy_loop: Loop) -> None:
     assert bell.served == 0 and bell.told == [True, False]
 
 
-def test_time_of_looking_is_not_counted_and_that_of_what_was_found_is(busy_loop: Loop) -> None:
+def test_time_of_looking_is_not_counted_and_that_of_what_was_found_is(passing: Time) -> None:
+    loop = looking(0.1, passing.perf_counter)
     bell = Bell()
-    busy_loop.look_also(bell)
-    busy_loop.call_later(0.05, lambda: setattr(bell, "rung", True))
-    busy_loop.run_once(1)  # the timer, after 0.05 s of looking
-    busy_loop.run_once(1)
+    loop.look_also(bell)
+    loop.call_later(0.05, lambda: setattr(bell, "rung", True))
+    loop.run_once(1)  # the timer, after 0.05 s of looking
+    loop.run_once(1)
     assert bell.served == 1
-    assert busy_loop.longest_turn_s < 0.02
+    assert loop.longest_turn_s < 0.02
 
     def work() -> bool:
-        end = time.thread_time() + 0.03
-        while time.thread_time() < end:
-            pass
+        passing.now += 0.03
         return True
 
     bell.look = work  # type: ignore[method-assign]
     bell.rung = True
-    busy_loop.run_once(1)
-    assert 0.03 <= busy_loop.longest_turn_s < 0.1
+    loop.run_once(1)
+    assert 0.03 <= loop.longest_turn_s < 0.1
+    loop.close()
 
 
-def test_a_turn_knows_how_long_it_took_so_far_and_the_next_one_begins_anew(loop: Loop) -> None:
+def test_a_turn_knows_how_long_it_took_so_far_and_the_next_one_begins_anew(loop: Loop, passing: Time) -> None:
     took: list[float] = []
 
     def work() -> None:
-        end = time.thread_time() + 0.03
-        while time.thread_time() < end:
-            pass
+        passing.now += 0.03
         took.append(loop.turn_s)
 
     loop.soon(work)
@@ -233,32 +271,29 @@ def test_a_turn_knows_how_long_it_took_so_far_and_the_next_one_begins_anew(loop:
     assert 0.03 <= took[2] < 0.1 and 0 <= took[3] < 0.02, took
 
 
-def test_where_others_need_the_interpreter_it_is_left_to_them_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_others_need_the_interpreter_it_is_left_to_them_now_and_then(passing: Time) -> None:
     """Not by a system call that returns at once: the loop has the interpreter back before another thread is awake."""
-    slept: list[float] = []
-    monkeypatch.setattr("orbitkv_agent.loop.time.sleep", slept.append)
     loop = Loop(busy_poll_s=0.01)
     crowded = False
     loop.crowded = lambda: crowded
 
     def work_for(seconds: float) -> None:
-        end = time.perf_counter() + seconds
-        while time.perf_counter() < end:
+        end = passing.now + seconds
+        while passing.now < end:
             loop.soon(lambda: None)
             loop.run_once(1)
 
     work_for(0.02)
-    assert not slept
+    assert not passing.slept
     crowded = True
     work_for(0.02)
-    assert 10 <= len(slept) <= 70 and set(slept) == {50e-6}, "once in 0.3 ms"
-    slept.clear()
+    assert 10 <= len(passing.slept) <= 70 and set(passing.slept) == {50e-6}, "once in 0.3 ms"
     for _ in range(3):
         loop.post(lambda: None)
         loop.run_once(1)
-    slept.clear()
+    passing.slept.clear()
     loop.run_once(1e-3)
-    assert slept, "nor does it look without a pause for what comes next"
+    assert passing.slept, "nor does it look without a pause for what comes next"
     loop.close()
 
 

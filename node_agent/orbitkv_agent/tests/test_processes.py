@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import select
 import signal
@@ -109,6 +110,7 @@ def test_engines_killed_many_times_leak_no_descriptor(world: World) -> None:
             serve_until(world, lambda: not world.agent.server.sessions)
 
     once()
+    gc.collect()
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
         once()

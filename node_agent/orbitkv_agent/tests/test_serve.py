@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import suppress
@@ -55,8 +56,15 @@ class Serving:
                 return entry
 
     def get(self, path: str) -> str:
-        with urllib.request.urlopen(f"http://{self.metrics_address}{path}", timeout=10) as answer:
-            return str(answer.read().decode())
+        """Ask until the agent has time to answer."""
+        deadline = time.monotonic() + START_SECONDS
+        while True:
+            try:
+                with urllib.request.urlopen(f"http://{self.metrics_address}{path}", timeout=10) as answer:
+                    return str(answer.read().decode())
+            except urllib.error.HTTPError as error:
+                error.close()
+                assert error.code == 503 and time.monotonic() < deadline, error
 
 
 @pytest.fixture

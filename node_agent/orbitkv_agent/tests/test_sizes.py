@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from orbitkv_agent.host_memory import memory_allowance
@@ -44,6 +44,7 @@ def test_what_is_no_size_is_refused_with_the_rule(text: Any) -> None:
         parse_quantity(text)
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.integers(0, 1 << 62))
 def test_size_is_shown_in_a_unit_that_can_be_read_again(size: int) -> None:
     shown = format_quantity(size)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from orbitkv_operator.rollout import Agent, Health, Rollout, plan
@@ -70,6 +70,7 @@ def test_agents_on_other_nodes_do_not_count() -> None:
     assert (found.ready, found.updated, found.replace) == (1, 1, ())
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.lists(st.tuples(st.sampled_from((OLD, NEW)), st.sampled_from(Health)), min_size=1, max_size=12),
     st.integers(1, 4),

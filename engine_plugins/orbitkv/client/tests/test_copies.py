@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from orbitkv.client import OrbitKVError
@@ -17,6 +17,7 @@ def layout_of(memory: np.ndarray, layers: int, blocks: int, size: int, *, block_
     return GroupLayout(GroupGeometry(0, "full", 16, regions), [memory.ctypes.data])
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.booleans(),
     st.integers(1, 4),

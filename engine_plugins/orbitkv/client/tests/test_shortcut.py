@@ -59,7 +59,7 @@ def pushed(looking: tuple[AgentProcess, Engine], monkeypatch: pytest.MonkeyPatch
 
 def test_calls_in_a_row_send_nothing(looking: tuple[AgentProcess, Engine], pushed: list[int]) -> None:
     _, engine = looking
-    calls, deadline = 0, time.monotonic() + 20
+    calls, deadline = 0, time.monotonic() + 100
     while calls < len(pushed) + 20:  # whenever both have a processor
         calls += 1
         assert engine.query(f"r{calls}", hashes(1, 2)).pages == 2
@@ -145,7 +145,7 @@ def test_an_interrupted_call_leaves_nothing_leased(
     looking: tuple[AgentProcess, Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     agent, engine = looking
-    interrupted, deadline = 0, time.monotonic() + 20
+    interrupted, deadline = 0, time.monotonic() + 100
     while interrupted < 5:  # whenever the agent looks
         assert time.monotonic() < deadline
         with monkeypatch.context() as patched:

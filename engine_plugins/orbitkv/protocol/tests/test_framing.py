@@ -3,7 +3,7 @@ import socket
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from orbitkv.protocol import framing
@@ -17,6 +17,7 @@ def test_a_message_survives_the_wire() -> None:
     assert (sequence, framing.request_decoder.decode(body)) == (7, query)
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.binary(max_size=300), max_size=8), st.lists(st.integers(1, 64), min_size=1, max_size=40))
 def test_frames_are_found_however_the_stream_is_cut(bodies: list[bytes], cuts: list[int]) -> None:
     stream = b"".join(framing.HEADER.pack(len(body), i) + body for i, body in enumerate(bodies))

@@ -1,4 +1,4 @@
-"""Fixtures: a fake apiserver with one cache namespace, and no waiting between attempts."""
+"""Fixtures: a fake apiserver with one cache namespace, much time for its answers, and none between attempts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from orbitkv_agent.cluster import admission, reviews, watcher
+from orbitkv_agent.cluster import admission, apiserver, reviews, watcher
 from orbitkv_agent.cluster.tests.fake_apiserver import FakeApiserver
 from orbitkv_agent.cluster.tests.world import ClusterWorld
 
@@ -15,6 +15,7 @@ from orbitkv_agent.cluster.tests.world import ClusterWorld
 @pytest.fixture
 def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeApiserver]:
     """One with CacheNamespace team-a/qwen of uid `one`, and a token `good` of a pod in team-a on node-a."""
+    monkeypatch.setattr(apiserver, "_CALL_SECONDS", (30.0, 30.0))
     monkeypatch.setattr(watcher, "_FIRST_RETRY_S", 0.02)
     monkeypatch.setattr(watcher, "_SHORT_S", 0.0)
     monkeypatch.setattr(reviews, "SPACING_S", 0.01)

@@ -94,7 +94,7 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Attachme
         "ORBITKV_TOKEN_PATH": str(tmp_path / "token"),
     }
     config = PluginConfig.load({}, environ, injected=True)
-    made = Attachment("engine", lambda: Attached(connect(config, "engine", 2000)))
+    made = Attachment("engine", lambda: Attached(connect(config, "engine", 20_000)))
     yield made
     made.stop()
 

@@ -56,6 +56,11 @@ class Owner:
             callback()
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_module, "ANSWER_SECONDS", 30.0)
+
+
 @pytest.fixture
 def owner() -> Iterator[Owner]:
     owner = Owner()

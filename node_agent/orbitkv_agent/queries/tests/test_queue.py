@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from orbitkv_agent.queries.boundaries import common_boundary
@@ -20,6 +20,7 @@ class Lane:
     tenant: str = ""
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.integers(0, 3), max_size=30), st.sets(st.integers(0, 3)))
 def test_lanes_serve_in_the_order_of_arrival_leaving_out_the_full_ones(lanes: list[int], full: set[int]) -> None:
     queue: Lanes[int, Waiter] = Lanes()
@@ -62,6 +63,7 @@ def test_a_tenants_places_are_limited_however_many_sessions_it_has() -> None:
     assert places.free(Lane("c", "t"))
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.tuples(st.integers(1, 64), st.integers(0, 100)), min_size=1, max_size=4))
 def test_a_common_boundary_is_whole_pages_of_every_group(groups: list[tuple[int, int]]) -> None:
     step, longest = common_boundary(groups)

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from orbitkv_agent.queries.shares import Shares
@@ -20,6 +20,7 @@ def taken(shares: Shares, wishes: list[tuple[str, int]]) -> int:
     return LIMIT - free
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, LIMIT)), max_size=40))
 def test_whatever_three_tenants_take_a_fourth_gets_something(wishes: list[tuple[str, int]]) -> None:
     shares = Shares(lambda: True)

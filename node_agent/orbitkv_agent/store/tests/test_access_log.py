@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from orbitkv_agent.store.access_log import BLOCK_MENTIONS, AccessLog, Entries
@@ -104,6 +104,7 @@ def test_a_log_of_stale_mentions_shrinks_to_nothing_much() -> None:
     assert log.oldest(9, all_eligible, one_each, 99).tolist() == [1, 2, 3]
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=10), max_size=30), st.integers(1, 40))
 def test_order_is_that_of_the_last_use(uses: list[list[int]], limit: int) -> None:
     clock = Clock(31)

@@ -74,6 +74,12 @@ def all_is_pinned(world: World, gpu: FakeGpu) -> None:
     world.until(lambda: pinned_for_pages(gpu) == world.config.pool_bytes)
 
 
+def lanes_wait(world: World) -> None:
+    """Wait until no lane's thread looks for copies any more."""
+    (gpu,) = world.agent.device._gpus.values()  # type: ignore[attr-defined]
+    world.until(lambda: all(lane._changed._waiters for lane in gpu.lanes))
+
+
 def message(gpu: FakeGpu, kv: np.ndarray[Any, Any], **changes: Any) -> Register:
     allocation = Allocation(kv.nbytes, gpu.export_memory(kv.ctypes.data))
     return register_message(**{"device": UUIDS[0], "allocations": [allocation], **changes})
@@ -142,7 +148,9 @@ class CudaEngine:
 
 @pytest.fixture
 def engine(world: World, gpu: FakeGpu) -> CudaEngine:
-    return CudaEngine(world, gpu)
+    engine = CudaEngine(world, gpu)
+    lanes_wait(world)
+    return engine
 
 
 def test_saved_pages_are_restored_into_other_blocks(engine: CudaEngine, world: World) -> None:
@@ -343,6 +351,7 @@ def test_nothing_is_handed_over_by_the_owner_thread_while_the_driver_may_make_it
     world.until(lambda: not len(world.agent.restores))
     assert gpu.threads[-1] == "orbitkv-gpu0-restores"
     gpu.busy = False
+    lanes_wait(world)
     engine.start(hashes(1), [22])
     assert gpu.threads[-1] == threading.current_thread().name
     world.until(lambda: not len(world.agent.restores))

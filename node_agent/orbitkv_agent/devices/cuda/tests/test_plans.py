@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from orbitkv.protocol.messages import GroupGeometry, LayerRegion
@@ -55,6 +55,7 @@ def bytes_moved(plan: plans.CopyPlan) -> dict[int, int]:
 KINDS = ["layer-outermost", "block-outermost", "apart", "padded"]
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     kind=st.sampled_from(KINDS),
     layers=st.integers(1, 5),
