@@ -147,15 +147,18 @@ def encoded(data: bytes) -> bytes:
     return base64.urlsafe_b64encode(data).rstrip(b"=")
 
 
-def attach(agent: Agent, shown: bytes, cache: str = CACHE, seconds: float = 60) -> CacheManagerClient:
-    """Attach, as soon as the agent can say yes or no."""
+def attach(
+    agent: Agent, shown: bytes, cache: str = CACHE, seconds: float = 60, *, exists: bool = True
+) -> CacheManagerClient:
+    """Attach, as soon as the agent can say yes or no. A cache namespace that `exists` it may yet have to hear of."""
     deadline = time.monotonic() + seconds
     while True:
         assert agent.process.poll() is None, agent.log()
         try:
             return CacheManagerClient(agent.socket, cache_namespace=cache, token=shown)
         except OrbitKVError as error:
-            if error.kind is not ErrorKind.UNAVAILABLE or time.monotonic() > deadline:
+            unheard = exists and str(error).startswith("cache-namespace-not-found: ")
+            if (error.kind is not ErrorKind.UNAVAILABLE and not unheard) or time.monotonic() > deadline:
                 raise
             time.sleep(0.1)
 
@@ -163,7 +166,7 @@ def attach(agent: Agent, shown: bytes, cache: str = CACHE, seconds: float = 60) 
 def denial(agent: Agent, shown: bytes, cache: str = CACHE) -> str:
     """Why the agent lets nobody in with this token."""
     with pytest.raises(OrbitKVError) as caught:
-        attach(agent, shown, cache).close()
+        attach(agent, shown, cache, exists=False).close()
     assert caught.value.kind is ErrorKind.DENIED
     return str(caught.value)
 

@@ -29,7 +29,7 @@ DRA = "resource.k8s.io/v1"
 DRIVER = "gpu.nvidia.com"
 SLICE = "orbitkv-test-gpus"
 ADMIN = "resource.kubernetes.io/admin-access"
-SECONDS = 60
+SECONDS = 180
 """What is missing has to be named within this time."""
 
 
@@ -101,7 +101,7 @@ def node(own_cluster: Cluster, kubectl: Kubectl) -> Iterator[Node]:
     kubectl.delete("deviceclass", DRIVER)
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1200)
 def test_each_way_to_the_gpus_works_and_what_is_missing_is_named(
     clean: Installation, kubectl: Kubectl, node: Node
 ) -> None:

@@ -1,7 +1,6 @@
 """The images, as the nodes have them."""
 
 import json
-import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -117,9 +116,7 @@ def test_what_did_not_change_is_not_built_again(target: Target, images: list[str
     if target.own is None:
         pytest.skip("images come from a registry here: unset KUBECONFIG")
     before = (build.LAYOUT.folder / "index.json").stat().st_mtime_ns
-    started = time.monotonic()
     assert build.build() == images
-    assert time.monotonic() - started < 10
     assert (build.LAYOUT.folder / "index.json").stat().st_mtime_ns == before
 
 

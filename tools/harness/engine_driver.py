@@ -61,7 +61,9 @@ class Driver:
         self._preemptions: dict[str, int] = {}
         self._steps: list[tuple[float, float, int]] = []
         self._scheduled = 0
-        self._clock = connector_time.Clock(self.scheduler.connector)
+        self._thread = connector_time.ThreadClock()
+        self._clock = connector_time.Clock(self.scheduler.connector, self._thread)
+        self._unarmed: Any = None
         self.held = False
         self._listen_to_prefill()
         self._listen_to_scheduler()
@@ -96,10 +98,10 @@ class Driver:
         return bool(self.scheduler.has_requests())
 
     def _step(self) -> None:
-        started = time.perf_counter()
+        started = self._thread.now()
         self._scheduled = 0
         outputs = self.engine.step()
-        self._steps.append(((time.perf_counter() - started) * 1000, self._clock.take_ms(), self._scheduled))
+        self._steps.append(((self._thread.now() - started) * 1000, self._clock.take_ms(), self._scheduled))
         for inside, request in self.scheduler.requests.items():
             if request.num_preemptions:
                 self._preemptions[self._names.get(inside, inside)] = request.num_preemptions
@@ -224,17 +226,23 @@ class Driver:
 
     def stop_process_after_hit(self, pid: int) -> None:
         """Stops (SIGSTOP) the process `pid`, the agent, as soon as the connector has promised tokens to a request."""
+        self.disarm()
         connector = self.scheduler.connector
-        ask = connector.get_num_new_matched_tokens
+        ask = self._unarmed = connector.get_num_new_matched_tokens
 
         def asking(*args: Any) -> Any:
             answer = ask(*args)
             if answer[0]:
-                connector.get_num_new_matched_tokens = ask
+                self.disarm()
                 os.kill(pid, signal.SIGSTOP)
             return answer
 
         connector.get_num_new_matched_tokens = asking
+
+    def disarm(self) -> None:
+        """Takes `stop_process_after_hit` back, if there was no hit."""
+        if self._unarmed is not None:
+            self.scheduler.connector.get_num_new_matched_tokens, self._unarmed = self._unarmed, None
 
     def reset(self, connector: bool = False, running: bool = False) -> bool:
         """Resets the engine's prefix cache, with `connector` the external one too."""
@@ -259,8 +267,8 @@ class Driver:
         return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
     def steps(self) -> list[tuple[float, float, int]]:
-        """For each step since the last call, how long it took and how much of that the connector, in ms, and how many
-        tokens it computed."""
+        """For each step since the last call, how long it took and how much of that the connector, in ms as
+        `connector_time.ThreadClock` counts them, and how many tokens it computed."""
         steps, self._steps = self._steps, []
         return steps
 
@@ -271,7 +279,7 @@ class Driver:
         return prometheus_client.generate_latest().decode()
 
     def events(self) -> dict[str, list[str]]:
-        """What a subscriber that has heard every KV event so far takes to be cached: medium to hashes."""
+        """What a subscriber takes to be cached that listens until it hears nothing for a while: medium to hashes."""
         if self._subscriber is None:
             raise ValueError("this engine was started without kv_events_endpoint")
         return self._subscriber.cached()

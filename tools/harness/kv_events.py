@@ -4,7 +4,8 @@ from collections import defaultdict
 from typing import Any
 
 QUIET_MS = 200
-"""The publisher's thread has sent all it has when nothing came for this long."""
+"""The publisher's thread has sent all it has when nothing came for this long. On a busy machine it may still be about
+to: who waits for something asks again."""
 
 
 class Subscriber:

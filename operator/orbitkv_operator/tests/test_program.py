@@ -7,6 +7,7 @@ import json
 import logging
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -14,6 +15,7 @@ from kubernetes.client.api_client import ApiClient
 from kubernetes.client.configuration import Configuration
 
 from orbitkv_operator import rights
+from orbitkv_operator.cluster import api as requests
 from orbitkv_operator.cluster.api import CACHES, EVENTS, POOLS, ApiError, KubernetesApi
 from orbitkv_operator.events import QUIET_SECONDS, Events
 from orbitkv_operator.logs import set_up_logging
@@ -189,15 +191,19 @@ def apiserver() -> Any:
 
 
 def test_missing_right_costs_one_request_a_second_and_one_line(
-    apiserver: Any, caplog: pytest.LogCaptureFixture
+    apiserver: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     handler, api = apiserver
     handler.status = 403
-    for _ in range(50):
-        with pytest.raises(ApiError) as caught:
-            api.list_all(POOLS)
-        assert caught.value.reason == "forbidden"
-    assert len(handler.requests) <= 2
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(requests, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    for second in (1, 2):
+        for _ in range(50):
+            with pytest.raises(ApiError) as caught:
+                api.list_all(POOLS)
+            assert caught.value.reason == "forbidden"
+        assert len(handler.requests) == second
+        clock.now += 1
     assert sum("a right is missing" in record.message for record in caplog.records) == 1
     with pytest.raises(ApiError):
         api.list_all(CACHES)  # another kind is another right

@@ -67,7 +67,7 @@ class Tokens(FakeApi):
             raise ApiError(0, "away")
         spec: Any = manifest["spec"]
         self.reviewed.append(spec["token"])
-        assert self.open.wait(20)
+        assert self.open.wait(60)
         name, node = self.users.get(spec["token"], ("", ""))
         if not name:
             return {"status": {"authenticated": False}}
@@ -94,13 +94,13 @@ class Served:
     seen: list[Report] = field(default_factory=list)
 
     @contextmanager
-    def connected(self, bundle: bytes | None = None, timeout: float = 10) -> Iterator[Callable[..., int]]:
+    def connected(self, bundle: bytes | None = None) -> Iterator[Callable[..., int]]:
         """A connection, and what sends a report over it and returns how many seconds to wait for the next."""
         credentials = grpc.ssl_channel_credentials(bundle or self.serving.bundle)
         options = [("grpc.ssl_target_name_override", SERVER)]
         with grpc.secure_channel(f"127.0.0.1:{self.server.port}", credentials, options) as channel:
 
-            def push(bearer: str, **report: Any) -> int:
+            def push(bearer: str, timeout: float = 10, **report: Any) -> int:
                 body = Report(
                     **{"pool": "main", "node": "node-a", "boot_id": "1", "sequence": time.time_ns(), **report}
                 )
@@ -109,9 +109,9 @@ class Served:
 
             yield push
 
-    def push(self, bearer: str, bundle: bytes | None = None, timeout: float = 10, **report: Any) -> int:
+    def push(self, bearer: str, bundle: bytes | None = None, **report: Any) -> int:
         """Send a report in a connection of its own; return how many seconds to wait for the next."""
-        with self.connected(bundle, timeout) as push:
+        with self.connected(bundle) as push:
             return push(bearer, **report)
 
     def refusal(self, bearer: str, **report: Any) -> tuple[grpc.StatusCode, str]:
@@ -208,18 +208,28 @@ def few_places(monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 def test_crowd_is_told_to_come_again_and_who_gave_up_costs_nothing(few_places: int, served: Served) -> None:
-    first, late = [token(str(number)) for number in range(reports.THREADS)], token("late")
-    served.tokens.users |= {each: (agents(), each) for each in (*first, late)}
-    served.tokens.open.clear()
-    with ThreadPoolExecutor(reports.THREADS) as threads:
-        running = [threads.submit(served.push, each, node=each) for each in first]
+    first, late, known = [token(str(number)) for number in range(reports.THREADS)], token("late"), token("known")
+    served.tokens.users |= {each: (agents(), each) for each in (*first, late, known)}
+
+    def code(timeout: float) -> grpc.StatusCode:
+        with pytest.raises(grpc.RpcError) as caught:
+            push(late, timeout, node=late)
+        error: Any = caught.value
+        found: grpc.StatusCode = error.code()
+        return found
+
+    with served.connected() as push, ThreadPoolExecutor(reports.THREADS + few_places) as threads:
+        push(known, node=known)  # what comes now takes its place at once: the connection is there
+        served.tokens.open.clear()
+        running = [threads.submit(served.push, each, timeout=60, node=each) for each in first]
         deadline = time.monotonic() + 20
-        while len(served.tokens.reviewed) < reports.THREADS:
+        while not set(first) <= set(served.tokens.reviewed):
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        codes = [served.refusal(late, timeout=0.3, node=late)[0] for _ in range(few_places + 1)]
+        waiting = [threads.submit(code, 2) for _ in range(few_places)]
+        codes = [each.result(20) for each in waiting] + [code(20)]
         served.tokens.open.set()
-        assert {each.result(20) for each in running} == {15}
+        assert {each.result(60) for each in running} == {15}
     assert codes == [grpc.StatusCode.DEADLINE_EXCEEDED] * few_places + [grpc.StatusCode.RESOURCE_EXHAUSTED]
     assert served.push(late, node=late) == 15
     assert served.tokens.reviewed.count(late) == 1

@@ -79,12 +79,12 @@ def one_line_until(ended: threading.Event) -> Callable[[Send], None]:
 
     def answer(send: Send) -> None:
         send(b"{}\n")
-        ended.wait(5)
+        ended.wait(60)
 
     return answer
 
 
-def watch(api: KubernetesApi, silence: float = 5.0) -> Stream:
+def watch(api: KubernetesApi, silence: float = 60.0) -> Stream:
     return api.stream(ENGINE_PODS, "7", labels="a=true", fields="status.phase!=Pending", silence_seconds=silence)
 
 
@@ -120,7 +120,7 @@ def test_lines_come_whole_however_they_were_cut_and_one_at_a_time(certificates: 
 def test_silence_is_a_lost_connection(certificates: Path) -> None:
     ended = threading.Event()
     with apiserver(certificates, one_line_until(ended)) as api:
-        lines = iter(watch(api, silence=0.2))
+        lines = iter(watch(api, silence=3))
         assert next(lines) == b"{}"
         with pytest.raises(ApiError, match="cut off"):
             next(lines)
@@ -140,9 +140,9 @@ def test_who_reads_is_let_go_by_another_thread(certificates: Path) -> None:
 
         reader = threading.Thread(target=read)
         reader.start()
-        assert first.wait(5)
+        assert first.wait(20)
         stream.end()
-        reader.join(2)
+        reader.join(20)
         assert not reader.is_alive() and lines == [b"{}"]
         stream.end()
         ended.set()

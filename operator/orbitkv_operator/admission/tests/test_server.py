@@ -145,7 +145,7 @@ def test_compressed_body_is_refused_and_not_unpacked(server: AdmissionServer, se
 def test_body_that_does_not_come_holds_up_nobody(
     server: AdmissionServer, serving: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "BODY_SECONDS", 0.2)
+    monkeypatch.setattr(module, "BODY_SECONDS", 2.0)
     stuck = connect(server, serving)
     stuck.putrequest("POST", PATH)
     stuck.putheader("Content-Length", "1000")
@@ -154,7 +154,9 @@ def test_body_that_does_not_come_holds_up_nobody(
     assert stuck.getresponse().status == 408
 
 
-def test_pod_that_comes_with_its_namespace_waits_for_it(serving: Serving, metrics: WebhookMetrics) -> None:
+def test_pod_that_comes_with_its_namespace_waits_for_it(
+    serving: Serving, metrics: WebhookMetrics, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class World(FakeWorld):
         """Knows the namespace once it has been asked a few times."""
 
@@ -164,6 +166,7 @@ def test_pod_that_comes_with_its_namespace_waits_for_it(serving: Serving, metric
             self.asked += 1
             return {} if self.asked > 3 else None
 
+    monkeypatch.setattr(module, "NAMESPACE_SECONDS", 20.0)
     found = AdmissionServer(0, reviewer(World()), metrics)
     found.show(serving)
     assert post(connect(found, serving), review(asking()))[0] == 200

@@ -1,6 +1,6 @@
 """A client that goes away at any stage of its request leaves nothing behind, and nothing wrong."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -21,7 +21,7 @@ from tools.harness.engine import (
 )
 from tools.harness.process import wait_until
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)
 
 BLOCKS = 66
 PROMPT = tokens("cancelled", 400)
@@ -31,7 +31,8 @@ PROMPT = tokens("cancelled", 400)
 def pair(folder: Path, nursery: Nursery, models: Models) -> Iterator[Pair]:
     """An engine of few blocks that steps on command, and an agent of its own that may be stopped."""
     with AgentProcess(folder, "cancellation-agent") as agent:
-        spec = EngineSpec(models.llama, orbitkv_connector(agent.socket_path), {"num_gpu_blocks_override": BLOCKS})
+        connector = orbitkv_connector(agent.socket_path, on_missing="run")
+        spec = EngineSpec(models.llama, connector, {"num_gpu_blocks_override": BLOCKS})
         with EngineProcess(folder, spec, "cancellation", nursery) as engine:
             engine.ready()
             yield Pair(engine, agent)
@@ -52,29 +53,65 @@ def cancelled(pair: Pair, expected: Answer) -> Iterator[Pair]:
     """The pair with the prompt in OrbitKV only, held between steps; afterwards nothing may be left of the
     test's requests."""
     engine, agent = pair
-    wait_until(lambda: restored(engine), "the prompt comes from OrbitKV again", 20)
+    wait_restored(engine)
     engine.reset()
     free = engine.call("free_blocks")
     engine.call("hold", held=True)
     yield pair
+    engine.call("disarm")
     agent.resume()
     engine.call("hold", held=False)
     engine.settle()
     agent.wait_at_rest()
     assert engine.call("free_blocks") == free, "blocks of a cancelled request did not come back"
     answer = engine.ask(PROMPT, logprobs=1)
+    if answer.cached_tokens < full_blocks(len(PROMPT)):  # the agent answered too late
+        answer = wait_restored(engine)
     assert_same_answer(answer, expected, "the same prompt after a cancelled request")
 
 
-def restored(engine: EngineProcess) -> bool:
-    """Whether the prompt comes from OrbitKV when the engine has forgotten it."""
+def restored(engine: EngineProcess) -> Answer | None:
+    """The answer if the prompt comes from OrbitKV when the engine has forgotten it."""
     engine.reset()
-    return engine.ask(PROMPT).orbitkv_tokens == full_blocks(len(PROMPT))
+    answer = engine.ask(PROMPT, logprobs=1)
+    return answer if answer.orbitkv_tokens == full_blocks(len(PROMPT)) else None
+
+
+def wait_restored(engine: EngineProcess) -> Answer:
+    """Asks until the prompt comes from OrbitKV; returns that answer."""
+    return wait_until(lambda: restored(engine), "the prompt comes from OrbitKV again", 60)
 
 
 def submit(engine: EngineProcess, tokens: list[int] = PROMPT, max_tokens: int = 8) -> str:
     """Hands one request over."""
     return engine.submit([Prompt(tokens, max_tokens=max_tokens)])[0]
+
+
+def until_promised(pair: Pair, attempt: Callable[[], str | None]) -> str:
+    """The request of the first attempt that has one: None says that the agent answered too late, so that this engine,
+    which does not wait for it, computes."""
+    engine, agent = pair
+
+    def try_again() -> str | None:
+        request = attempt()
+        if request is None:
+            engine.call("disarm")
+            agent.resume()
+            engine.settle()
+            wait_restored(engine)
+            engine.reset()
+        return request
+
+    return wait_until(try_again, "the agent promises the prompt's pages in time", 120)
+
+
+def submit_pending(pair: Pair) -> str | None:
+    """Hands the prompt over, with an agent that stops once it has promised the pages. None if it did not."""
+    engine, agent = pair
+    engine.call("stop_process_after_hit", pid=agent.pid)
+    [request] = engine.submit([Prompt(PROMPT, logprobs=1)])
+    engine.call("step", count=3)
+    return request if engine.call("status", request=request) == "WAITING_FOR_REMOTE_KVS" else None
 
 
 def test_cancelled_before_it_was_looked_up(cancelled: Pair) -> None:
@@ -84,13 +121,18 @@ def test_cancelled_before_it_was_looked_up(cancelled: Pair) -> None:
 
 def test_cancelled_while_ready_and_waiting_for_blocks(cancelled: Pair) -> None:
     engine, agent = cancelled
-    large = submit(engine, tokens("takes nearly all blocks", 1700), max_tokens=200)
-    engine.call("step_until", request=large, statuses=["RUNNING"], seconds=10)
-    waiting = submit(engine)
-    engine.call("step", count=3)
-    assert engine.call("status", request=waiting) == "WAITING"
-    assert agent.status()["leases"]["live"] == 1, "the waiting request holds no lease: the test shows nothing"
-    engine.call("abort", requests=[waiting])
+    large = ""
+
+    def attempt() -> str | None:
+        nonlocal large
+        large = submit(engine, tokens("takes nearly all blocks", 1700), max_tokens=200)
+        engine.call("step_until", request=large, statuses=["RUNNING"], seconds=60)
+        waiting = submit(engine)
+        engine.call("step", count=3)
+        assert engine.call("status", request=waiting) == "WAITING"
+        return waiting if agent.status()["leases"]["live"] == 1 else None
+
+    engine.call("abort", requests=[until_promised(cancelled, attempt)])
     engine.call("step", count=1)
     agent.wait(lambda status: status["leases"]["live"] == 0, "the lease of the cancelled request returns")
     engine.call("abort", requests=[large])
@@ -103,10 +145,7 @@ def test_cancelled_in_the_step_that_allocated_and_submitted_it(cancelled: Pair) 
 
 def test_cancelled_while_its_restore_is_pending(cancelled: Pair) -> None:
     engine, agent = cancelled
-    engine.call("stop_process_after_hit", pid=agent.pid)
-    request = submit(engine)
-    engine.call("step", count=3)
-    assert engine.call("status", request=request) == "WAITING_FOR_REMOTE_KVS", "the restore did not stay pending"
+    request = until_promised(cancelled, lambda: submit_pending(cancelled))
     engine.call("abort", requests=[request])
     engine.call("step", count=3)
     agent.resume()
@@ -114,9 +153,8 @@ def test_cancelled_while_its_restore_is_pending(cancelled: Pair) -> None:
 
 def test_restore_that_the_agent_never_begins_is_computed_instead(cancelled: Pair, expected: Answer) -> None:
     """In host memory the engine withdraws it; on a GPU a stopped agent loses the right to copy. Others are served."""
-    engine, agent = cancelled
-    engine.call("stop_process_after_hit", pid=agent.pid)
-    [request] = engine.submit([Prompt(PROMPT, logprobs=1)])
+    engine, _ = cancelled
+    request = until_promised(cancelled, lambda: submit_pending(cancelled))
     [other] = engine.submit([Prompt(tokens("beside it", 100))])
     [beside] = engine.results([other])
     assert beside.recomputed_tokens == 100
@@ -126,11 +164,15 @@ def test_restore_that_the_agent_never_begins_is_computed_instead(cancelled: Pair
 
 def test_cancelled_when_restored_and_not_scheduled(cancelled: Pair) -> None:
     engine, _ = cancelled
-    request = submit(engine)
     # An early scheduler schedules it in the round in which it is restored.
     stage = "RUNNING" if "scheduler_cls" in ENGINE_ARGUMENTS else "RESTORED"
-    engine.call("step_until", request=request, statuses=[stage], seconds=10)
-    engine.call("abort", requests=[request])
+
+    def attempt() -> str | None:
+        request = submit(engine)
+        reached = engine.call("step_until", request=request, statuses=[stage, "RUNNING", "GONE"], seconds=60)
+        return request if reached == stage else None
+
+    engine.call("abort", requests=[until_promised(cancelled, attempt)])
 
 
 def test_cancelled_while_running_with_saves(cancelled: Pair) -> None:

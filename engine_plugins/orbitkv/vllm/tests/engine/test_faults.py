@@ -20,7 +20,7 @@ from tools.harness.engine import Answer, EngineProcess, Prompt
 from tools.harness.process import ManagedProcess, ProcessError, wait_until
 from tools.harness.releases import BEFORE, LONG_AFTER, plugin_with
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)
 
 THOROUGH = os.environ.get("ORBITKV_TEST_THOROUGH") == "1"
 KILLS = int(os.environ.get("ORBITKV_TEST_KILLS", "30"))
@@ -39,7 +39,7 @@ def restored_after_reset(engine: EngineProcess, prompt: list[int]) -> Answer | N
     return answer if answer.orbitkv_tokens == full_blocks(len(prompt)) else None
 
 
-def wait_restored(engine: EngineProcess, agent: AgentProcess, prompt: list[int], timeout: float = 30) -> Answer:
+def wait_restored(engine: EngineProcess, agent: AgentProcess, prompt: list[int], timeout: float = 60) -> Answer:
     """Asks until the prompt's pages come from OrbitKV, which an engine that has just attached may still have
     to save."""
 
@@ -102,6 +102,8 @@ def test_engine_without_an_agent_serves_and_attaches_when_it_comes(
     log = engine.log_text()
     assert "comes-late.sock" in log, "the log does not name the socket that is missing"
     hbm = engine.ask(prompt, logprobs=1)
+    # once by the scheduler's half and once by the worker's
+    assert engine.log_text().count("is not attached") <= 2, "the missing agent is logged again and again"
     foreign = start_agent("comes-late", plugin=plugin_with(LONG_AFTER, folder))
     wait_until(lambda: "version-mismatch" in engine.log_text(), "the engine says that the releases do not fit", 30)
     assert f"speaks {LONG_AFTER}" in engine.log_text()
@@ -110,7 +112,6 @@ def test_engine_without_an_agent_serves_and_attaches_when_it_comes(
     agent = start_agent("comes-late", plugin=plugin_with(BEFORE, folder))
     restored = wait_restored(engine, agent, prompt)
     assert_same_answer(restored, hbm, "restored after a late attachment, to an agent of the release before")
-    assert engine.log_text().count("is not attached") <= 4, "the missing agent is logged again and again"
 
 
 def test_engine_does_not_start_without_an_agent_when_told_so(folder: Path, start_engine: EngineMaker) -> None:
@@ -127,7 +128,8 @@ def test_stalled_agent_delays_no_step_and_every_request_finishes(
     so where a step was held up, the comparison is made anew.
     """
     agent = start_agent()
-    engine = start_engine(agent, patient=False, **FEW_BLOCKS)
+    engine = start_engine(agent, settings={"on_missing": "run"}, patient=False, **FEW_BLOCKS)
+    wait_restored(engine, agent, tokens("before the stall", 300))
     load = Load(engine, "stall", prompts=1 << 30)  # none comes again: with and without hits the steps are the same work
     load.run(5)  # whatever is slow only once happens here
     held_up: list[tuple[float, float]] = []
@@ -277,7 +279,7 @@ def works_or_ended(process: ManagedProcess) -> bool:
 
 def test_what_a_stalled_agent_accepts_too_late_is_given_back_at_once(start_agent: AgentMaker) -> None:
     agent = start_agent()
-    engine = StandIn(str(agent.socket_path), "impatient", timeout_ms=500)
+    engine = StandIn(str(agent.socket_path), "stalled")
     pages = chain("too late", 4)
     agent.pause()
     save = engine.start_save(pages, range(4))

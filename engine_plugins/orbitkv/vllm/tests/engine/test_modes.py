@@ -23,7 +23,7 @@ from tools.harness.agent import AgentProcess
 from tools.harness.engine import DEVICE, EngineProcess, EngineSpec, Nursery, orbitkv_connector
 from tools.harness.serve import installed_as_entry_point
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)
 
 ROOM_FOR_TWO = DEVICE == "cpu" or len(LibCuda().gpus()) > 1
 """An engine with two workers needs two GPUs."""

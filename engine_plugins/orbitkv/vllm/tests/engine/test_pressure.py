@@ -7,7 +7,7 @@ from orbitkv.vllm.tests.engine.models import AgentMaker, EngineMaker
 from tools.harness.agent import AgentProcess
 from tools.harness.engine import DEVICE, Answer, EngineProcess, Prompt
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)
 
 
 def mismatches(found: list[Answer], expected: list[Answer]) -> list[int]:

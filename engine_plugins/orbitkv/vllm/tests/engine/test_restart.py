@@ -18,7 +18,7 @@ from orbitkv.vllm.tests.engine.models import EngineMaker, Models
 from tools.harness.agent import AgentProcess
 from tools.harness.engine import Prompt
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)
 
 
 def test_killed_engine_finds_its_pages_again_when_it_is_back(agent: AgentProcess, start_engine: EngineMaker) -> None:

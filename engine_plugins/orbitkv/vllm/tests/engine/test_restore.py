@@ -1,6 +1,7 @@
 """Pages that leave the engine's cache and come back: the same bytes, and the same answers as from the engine's
 own cache."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,10 @@ from orbitkv.vllm.tests.engine.checks import (
     tokens,
 )
 from orbitkv.vllm.tests.engine.models import AgentMaker, EngineMaker, Pair
-from tools.harness.engine import Prompt
+from tools.harness.engine import EngineProcess, Prompt
+from tools.harness.process import wait_until
 
-pytestmark = pytest.mark.timeout(300)  # the first test of the session starts the nursery, the models and the engine
+pytestmark = pytest.mark.timeout(900)  # the first test of the session starts the nursery, the models and the engine
 
 
 def test_repeated_prompt_comes_back_bit_equal_after_an_hbm_reset(shared: Pair) -> None:
@@ -178,23 +180,33 @@ def test_token_counts_by_source_are_those_of_vllms_metrics(shared: Pair) -> None
     assert sum(answer.orbitkv_tokens for answer in answers) == full_blocks(290)
 
 
+def wait_heard(engine: EngineProcess, holds: Callable[[set[str], set[str]], bool], what: str) -> None:
+    """Waits until `holds` is true of what a subscriber takes to be in HBM and in OrbitKV."""
+
+    def hear() -> bool:
+        engine.ask(tokens("one more step", 10), max_tokens=1)  # events leave with a step
+        heard = engine.call("events")
+        return holds(set(heard.get("GPU", [])), set(heard.get("CPU", [])))
+
+    wait_until(hear, what, 60)
+
+
 def test_kv_events_tell_a_subscriber_what_is_cached(shared: Pair) -> None:
     engine, agent = shared
     prompt = tokens("events", 10 * BLOCK + 5)
     engine.reset()
     engine.ask(prompt, max_tokens=1)
     saved(engine, agent)
-    engine.ask(tokens("after the save", 10), max_tokens=1)  # events leave with a step
-    heard = engine.call("events")
     in_hbm = {key[-16:] for key in engine.blocks()}
     assert len(in_hbm) == 10
-    assert set(heard.get("GPU", [])) == in_hbm, "the events on the engine's own cache, and what it holds"
-    assert in_hbm <= set(heard.get("CPU", [])), "blocks in HBM that were saved, and the events on OrbitKV's medium"
+    wait_heard(engine, lambda gpu, _: gpu == in_hbm, "the events on the engine's own cache say what it holds")
+    wait_heard(engine, lambda _, cpu: in_hbm <= cpu, "blocks in HBM that were saved are said to be in OrbitKV")
     engine.reset()
-    engine.ask(tokens("after the reset", 10))  # events leave with a step
-    heard = engine.call("events")
-    assert in_hbm <= set(heard.get("CPU", [])), "a reset of HBM left OrbitKV's pages cached"
-    assert not in_hbm & set(heard.get("GPU", [])), "after a reset of HBM nothing of it is said to be in HBM"
+    wait_heard(
+        engine,
+        lambda gpu, cpu: not in_hbm & gpu and in_hbm <= cpu,
+        "after a reset of HBM nothing of it is said to be in HBM, and OrbitKV's pages stay",
+    )
 
 
 def test_kv_events_tell_what_was_evicted(start_agent: AgentMaker, start_engine: EngineMaker, folder: Path) -> None:
@@ -203,11 +215,9 @@ def test_kv_events_tell_what_was_evicted(start_agent: AgentMaker, start_engine: 
     for number in range(12):
         engine.ask(tokens(f"evicted {number}", 10 * BLOCK + 5), max_tokens=1)
         saved(engine, agent)
-    engine.ask(tokens("after the evictions", 10), max_tokens=1)  # events leave with a step
-    heard = set(engine.call("events").get("CPU", []))
     kept = sum(agent.status()["cache"]["resident_blocks"].values())
     assert 0 < kept < 120, f"{kept} of 120 pages are kept in a pool of 64: the test shows nothing"
-    assert len(heard) == kept, f"by the events {len(heard)} pages are cached, the agent keeps {kept}"
+    wait_heard(engine, lambda _, cpu: len(cpu) == kept, f"by the events {kept} pages are cached, as the agent says")
 
 
 def test_external_reset_forgets_and_hbm_reset_does_not(shared: Pair) -> None:
