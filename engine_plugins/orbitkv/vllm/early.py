@@ -103,12 +103,8 @@ class EarlyScheduler(Scheduler):
         restored: set[str] = set()
         try:
             running, waiting = self.get_request_counts()
-            alone = next(iter((*self.waiting, *self.kv_holding_waiting))) if not running and waiting == 1 else None
-            restored = connector.take_restored(
-                computing=bool(running),
-                others_wait=bool(self.waiting),
-                alone=alone.request_id if alone is not None else "",
-            )
+            alone = [*self.waiting, *self.kv_holding_waiting][0].request_id if (running, waiting) == (0, 1) else ""
+            restored = connector.take_restored(computing=bool(running), others_wait=bool(self.waiting), alone=alone)
             if restored:
                 self._update_from_kv_xfer_finished(KVConnectorOutput(finished_recving=restored))
         except Exception:

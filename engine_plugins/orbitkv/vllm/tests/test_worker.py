@@ -25,7 +25,9 @@ from orbitkv.client import (
 from orbitkv.client.registration import GpuRegistration
 from orbitkv.config import PluginConfig
 from orbitkv.protocol.messages import GroupGeometry
+from orbitkv.vllm import connector as connector_module
 from orbitkv.vllm import proof, restores, together, worker
+from orbitkv.vllm.connector import OrbitKVConnector
 from orbitkv.vllm.identity import Identity, IdentityRefusedError
 from orbitkv.vllm.layout import read_layout
 from orbitkv.vllm.metadata import Load, Save, StepMetadata
@@ -532,6 +534,16 @@ def test_a_step_that_names_no_layer_waits_for_all_before(
     assert client.waited == [-1]
     run(landing, StepMetadata())
     assert not landing.take_landing_failed() and not caplog.records
+
+
+def test_a_step_that_computes_nothing_waits_for_all_before(
+    landing: worker.WorkerHalf, client: CopyingClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connector_module, "names_layers", lambda: True)
+    connector = OrbitKVConnector.__new__(OrbitKVConnector)
+    connector._worker = landing
+    connector.bind_connector_metadata(StepMetadata(computing=False))
+    assert client.waited == [-1]
 
 
 def test_a_layer_that_reads_anothers_pages_waits_for_all(landing: worker.WorkerHalf, client: CopyingClient) -> None:
