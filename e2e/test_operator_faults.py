@@ -349,8 +349,9 @@ def test_children_that_people_delete_or_edit_are_repaired(world: World) -> None:
     for kind in (SERVICE_ACCOUNTS, CONFIG_MAPS):
         world.kubectl.delete(kind.plural, name, RELEASE)
     world.kubectl.patch("daemonset", name, {"spec": {"updateStrategy": {"type": "RollingUpdate"}}}, RELEASE)
+    wait(lambda: world.api.get(CONFIG_MAPS, RELEASE, name) is not None, "the ConfigMap to be made again", 60)
     world.kubectl.patch("configmap", name, {"data": {"live.yaml": "forged"}}, RELEASE)
-    world.wait_converged(pool, 30)
+    world.wait_converged(pool)
     strategy = world.api.get(DAEMON_SETS, RELEASE, name)
     assert strategy is not None and strategy["spec"]["updateStrategy"]["type"] == "OnDelete"
     assert world.pods(pool) == before and set(before) == set(NODE_NAMES)
