@@ -140,7 +140,15 @@ def test_cancelled_while_ready_and_waiting_for_blocks(cancelled: Pair) -> None:
 
 def test_cancelled_in_the_step_that_allocated_and_submitted_it(cancelled: Pair) -> None:
     engine, _ = cancelled
-    engine.call("abort_in_step", requests=[submit(engine)])
+    restores = engine.metric("vllm:orbitkv_restores_total")
+
+    def attempt() -> str | None:
+        request = submit(engine)
+        engine.call("abort_in_step", requests=[request])
+        engine.call("step", count=2)  # what is counted leaves with a step
+        return request if engine.metric("vllm:orbitkv_restores_total") > restores else None
+
+    until_promised(cancelled, attempt)
 
 
 def test_cancelled_while_its_restore_is_pending(cancelled: Pair) -> None:
